@@ -1,0 +1,2 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0

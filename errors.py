@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two roots: `OctavoError`, which the user can act on, and `OctavoBug`, which is ours.
+
+A message is one sentence: subject, what was found, what was needed, what to do. The fields keep the
+parts, so that no caller has to read a text. Only the edges (command line, nodes, hosts) catch.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Something the user can act on; the command line prints it without a traceback, exit code 2."""
+
+
+class OctavoBug(Exception):  # noqa: N818 - a bug is not an error of the user's
+    """Octavo broke its own rule; please report it."""
+
+
+class FileError(OctavoError):
+    """A model file that cannot be used: `path`, the `fault`, and the `remedy`."""
+
+    def __init__(self, path: object, fault: str, remedy: str) -> None:
+        self.path, self.fault, self.remedy = str(path), fault, remedy
+        super().__init__(f"{self.path}: {fault}; {remedy}.")
+
+
+class UnsupportedEncoder(FileError):
+    """A file whose encoder was recognised as something Octavo does not accelerate, or not at all."""
+
+
+class EngineUnavailable(OctavoError):
+    """An engine that cannot serve here: `engine`, the `reason`, and what happens or helps (`remedy`)."""
+
+    def __init__(self, engine: str, reason: str, remedy: str) -> None:
+        self.engine, self.reason, self.remedy = engine, reason, remedy
+        super().__init__(f"{engine}: {reason}; {remedy}.")
+
+
+class BuildError(OctavoError):
+    """TensorRT refused or failed to build a plan; `log` holds its own last messages."""
+
+    def __init__(self, subject: str, reason: str, remedy: str, log: tuple[str, ...] = ()) -> None:
+        self.subject, self.reason, self.remedy, self.log = subject, reason, remedy, log
+        super().__init__(f"{subject}: {reason}; {remedy}.")
+
+
+class CacheError(OctavoError):
+    """The cache cannot be written or read: `path`, `fault`, `remedy`."""
+
+    def __init__(self, path: object, fault: str, remedy: str) -> None:
+        self.path, self.fault, self.remedy = str(path), fault, remedy
+        super().__init__(f"cache {self.path}: {fault}; {remedy}.")
+
+
+class QuantizationError(OctavoError):
+    """Calibration or quantization gave something that must not be shipped."""
+
+
+class SimilarityError(OctavoError):
+    """An engine or checkpoint that is not close enough to FP32; the command line exits with 1."""
+
+
+class Cancelled(BaseException):  # noqa: N818
+    """The user cancelled. A BaseException, like KeyboardInterrupt: `except Exception` never eats it."""
