@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .encoders.clip import FINAL_NORM, POSITIONS, PROJECTION, TOKENS, ClipSpec
+from .encoders.clip import POSITIONS, PROJECTION, TOKENS, ClipSpec
 
 CLIP_L = ClipSpec(12, 768, 3072, 12, 77, 49408, "quick_gelu")
 CLIP_H = ClipSpec(24, 1024, 4096, 16, 77, 49408, "gelu")
@@ -57,7 +57,7 @@ def seeded_tensors(
         yield name + ".bias", normal(out, std=0.02)
     for name in spec.norms():
         gain = 1.0 + torch.randn(d, generator=random) * 0.1
-        if outliers and name != FINAL_NORM:
+        if outliers:
             gain[torch.randperm(d, generator=random)[:OUTLIER_CHANNELS]] = OUTLIER_GAIN
         yield name + ".weight", gain.to(dtype)
         yield name + ".bias", normal(d, std=0.02)

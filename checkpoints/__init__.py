@@ -1,2 +1,24 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
+"""Model files: reading them, recognising the CLIP text encoders in them, and what they hold.
+
+Importing this imports no torch; reading a tensor does.
+"""
+
+from .detect import Detected, EncoderWeights, detect
+from .files import FileIdentity, TensorInfo, WeightsFile, open_weights
+from .fingerprint import Fingerprint, fingerprint
+from .memo import Memo
+
+__all__ = [
+    "Detected",
+    "EncoderWeights",
+    "FileIdentity",
+    "Fingerprint",
+    "Memo",
+    "TensorInfo",
+    "WeightsFile",
+    "detect",
+    "fingerprint",
+    "open_weights",
+]

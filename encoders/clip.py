@@ -45,6 +45,11 @@ class ClipSpec:
     def family(self) -> Family:
         return _FAMILIES.get((self.width, self.layers, self.positions), "clip")
 
+    @property
+    def pad_token(self) -> int:
+        """What hosts fill rows up with: OpenAI's CLIP repeats the end token, OpenCLIP's writes 0."""
+        return END_TOKEN if self.activation == "quick_gelu" else 0
+
     def facts(self) -> dict[str, object]:
         """Canonical, JSON-ready facts; part of every key. A new field must be added here too."""
         return {"encoder": "clip", **asdict(self)}

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's tensors as the weight inputs of a shared plan (backends/onnx_ops.py).
+
+A LoRA or another checkpoint is another set of these under the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..encoders import ClipSpec
+from ..encoders.clip import POSITIONS
+from ..errors import QuantizationError
+from .onnx_ops import (
+    Body,
+    EmbeddedWeights,
+    Structure,
+    activation_exponent,
+    fused_name,
+    weight_scale_unit,
+)
+
+if TYPE_CHECKING:
+    from ..checkpoints.quantized import QuantizedCheckpoint
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_QKV = tuple(f"self_attn.{n}_proj" for n in "qkv")
+
+
+def gemms(spec: ClipSpec, structure: Structure, *, fused: bool) -> dict[str, tuple[str, ...]]:
+    """GEMM name in the graph -> the linears it computes, side by side along the output axis."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for i in range(spec.layers):
+        qkv = tuple(spec.block(i) + leaf for leaf in _QKV)
+        if fused and len({structure[n] for n in qkv}) == 1:
+            groups[fused_name(qkv)] = qkv
+        else:
+            groups |= {n: (n,) for n in qkv}
+        for leaf in ("self_attn.out_proj", "mlp.fc1", "mlp.fc2"):
+            groups[spec.block(i) + leaf] = (spec.block(i) + leaf,)
+    return groups
+
+
+def gemm_scales(
+    inner: int, input_scale: Tensor, weight_scales: Tensor, body: Body
+) -> tuple[Tensor, Tensor]:
+    """(pre_scale [1], post_scale like `weight_scales`) in `body`, for the fixed units of the graph.
+
+    The post-scale undoes the *rounded* pre-scale, so rounding costs no accuracy. Raises
+    `QuantizationError` where a scale leaves the normal range of `body`.
+    """
+    dtype = _DTYPES[body]
+    pre = (2.0 ** -activation_exponent(inner) / input_scale.float().reshape(1)).to(dtype)
+    post = (weight_scales.float() / weight_scale_unit() / pre.float()).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    for scale in (pre, post):
+        if not bool((scale.isfinite() & (scale >= tiny)).all()):
+            raise QuantizationError(
+                f"a scale ({scale.float().max().item():.3g}) is outside the range of {body}, "
+                "so no plan can hold it; the next engine is used."
+            )
+    return pre, post
+
+
+def plan_weights(
+    spec: ClipSpec,
+    structure: Structure,
+    read: Callable[[str], Tensor],
+    body: Body,
+    *,
+    fused: bool = True,
+) -> dict[str, Tensor]:
+    """Graph weight name -> tensor; `read` gives tensors under their names in a checkpoint file.
+
+    FP8 weights keep their dtype; everything else is in `body`. Raises `QuantizationError` for scales
+    that are missing, not positive, or differ between linears that share one input.
+    """
+    dtype = _DTYPES[body]
+    weights = {POSITIONS: read(POSITIONS).to(dtype).contiguous()}
+    for norm in spec.norms():
+        for part in (".weight", ".bias"):
+            weights[norm + part] = read(norm + part).to(dtype).contiguous()
+    sizes = spec.linears()
+    for name, linears in gemms(spec, structure, fused=fused).items():
+        stacked = [read(n + ".weight") for n in linears]
+        weight = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
+        weights[name + ".bias"] = torch.cat([read(n + ".bias") for n in linears]).to(dtype)
+        if structure[linears[0]] != "fp8":
+            weights[name + ".weight"] = weight.to(dtype).contiguous()
+            continue
+        weights[name + ".weight"] = weight.contiguous()
+        input_scales = torch.stack([_positive(read, n + ".input_scale") for n in linears])
+        if not bool((input_scales == input_scales[0]).all()):
+            raise QuantizationError(
+                f"{name}: its parts have different input scales, which one GEMM cannot hold."
+            )
+        columns = torch.cat(
+            [_positive(read, n + ".weight_scale").expand(sizes[n][0]) for n in linears]
+        )
+        pre, post = gemm_scales(sizes[linears[0]][1], input_scales[0], columns, body)
+        weights[name + ".pre_scale"], weights[name + ".post_scale"] = pre, post
+    return weights
+
+
+def _positive(read: Callable[[str], Tensor], name: str) -> Tensor:
+    scale = read(name).float().reshape(())
+    if not (bool(torch.isfinite(scale)) and scale > 0):
+        raise QuantizationError(f"{name} is {scale.item()}; a scale must be finite and positive.")
+    return scale
+
+
+def embedded_weights(checkpoint: QuantizedCheckpoint, body: Body) -> EmbeddedWeights:
+    """What an embedded graph needs: large weights by their place in the checkpoint's file.
+
+    FP8 weights lie there byte for byte as the graph wants them, and so do 16-bit ones of the body's
+    dtype; everything else is a value in the graph.
+    """
+    weights = plan_weights(checkpoint.spec, checkpoint.structure, checkpoint.read, body, fused=False)
+    external, values = {}, {}
+    for name, tensor in weights.items():
+        linear = name.removesuffix(".weight")
+        as_stored = linear in checkpoint.structure and linear != name
+        if as_stored and checkpoint.read(name).dtype == tensor.dtype:
+            external[name] = name
+        else:
+            values[name] = tensor.float().numpy()
+    file = checkpoint.path.name
+    return EmbeddedWeights(file, external, checkpoint.locations(), values)

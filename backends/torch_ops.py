@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""The reference: an encoder as plain `nn.Linear` and `nn.LayerNorm` in FP32 (or any float type).
+
+It is the ground truth of every comparison and what NVIDIA ModelOpt calibrates: ModelOpt replaces
+`nn.Linear` leaves and silently skips subclasses that override `forward`, so the leaves are plain.
+The token table is not part of it; `embed_tokens` gathers the few rows a prompt needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..encoders import ClipSpec, Ops, encode
+from ..encoders.clip import END_TOKEN, POSITIONS, TOKENS
+
+Read = Callable[[str], Tensor]
+
+
+class TorchOps(Ops[Tensor]):
+    """`Ops` through the leaves of a `ReferenceEncoder`, in that module's dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def add_positions(self, x: Tensor, name: str) -> Tensor:
+        return x + self._module.get_parameter(name)[: x.shape[1]]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return cast(Tensor, self._module.get_submodule(name)(x))
+
+    def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return cast(Tensor, self._module.get_submodule(name)(x))
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, mask: Tensor | None
+    ) -> Tensor:
+        return causal_attention(q, k, v, heads, mask)
+
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
+    """[B, S, C] x 3 -> [B, S, C]; `mask` [B, S] bool, True = attend. Key 0 must be attendable."""
+    b, s, c = q.shape
+    q, k, v = (t.view(b, s, heads, c // heads).transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
+    if mask is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        causal = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal & mask[:, None, None, :])
+    return y.transpose(1, 2).reshape(b, s, c)
+
+
+class ReferenceEncoder(nn.Module):
+    """CLIP's tower under its canonical names; `forward(embeds [B, S, C], mask)` as `encode`.
+
+    `read(name)` gives each canonical tensor (any float dtype); values are copied to `dtype`.
+    """
+
+    def __init__(
+        self,
+        spec: ClipSpec,
+        read: Read,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+
+        def parameter(name: str) -> nn.Parameter:
+            copied = read(name).to(device=device, dtype=dtype, copy=True)
+            return nn.Parameter(copied, requires_grad=False)
+
+        # Leaves are made on "meta" and filled, so that no weight is ever initialised for nothing.
+        for name, (out, inner) in spec.linears().items():
+            linear = nn.Linear(inner, out, device="meta")
+            linear.weight, linear.bias = parameter(name + ".weight"), parameter(name + ".bias")
+            self._place(name, linear)
+        for name in spec.norms():
+            norm = nn.LayerNorm(spec.width, eps=spec.layer_norm_eps, device="meta")
+            norm.weight, norm.bias = parameter(name + ".weight"), parameter(name + ".bias")
+            self._place(name, norm)
+        holder = nn.Module()
+        holder.register_parameter("weight", parameter(POSITIONS))
+        self._place(POSITIONS.rsplit(".", 1)[0], holder)
+
+    def _place(self, name: str, leaf: nn.Module) -> None:
+        *path, last = name.split(".")
+        parent: nn.Module = self
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, leaf)
+
+    def forward(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        return encode(TorchOps(self), self.spec, embeds, mask)
+
+
+def embed_tokens(read: Read, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of token ids -> token embeddings [B, S, C] in FP32; only the needed rows are read."""
+    ids = torch.tensor(rows)
+    unique, places = ids.unique(return_inverse=True)
+    return read(TOKENS)[unique].float()[places]
+
+
+def end_positions(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Index [B] of the first end token of each row: where CLIP pools."""
+    return torch.tensor([list(row).index(END_TOKEN) for row in rows])
+
+
+def pool(last: Tensor, ends: Tensor, projection: Tensor | None) -> Tensor:
+    """Final normed state [B, S, C] at `ends` [B], projected by [P, C] if there is a projection."""
+    pooled = last[torch.arange(len(ends), device=last.device), ends.to(last.device)]
+    return pooled if projection is None else pooled @ projection.to(pooled).T

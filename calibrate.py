@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: the range of every linear's input, by NVIDIA ModelOpt or, without it, by our own `max`.
+
+Both see the same prompts through the same FP32 reference, and `max` gives equal numbers either way
+(tested), so which one ran does not change the checkpoint's key.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends.amax_ops import AmaxOps
+from .backends.torch_ops import ReferenceEncoder
+from .encoders import encode
+from .errors import OctavoError, QuantizationError
+from .recipes import Recipe
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Per linear, the largest |input| seen (float32 scalars); weight ranges only where searched for."""
+
+    input_amax: dict[str, Tensor]
+    weight_amax: dict[str, Tensor] | None
+    method: str  # who calibrated: "modelopt 0.47.0 max" or "octavo max"
+
+
+def has_modelopt() -> bool:
+    return importlib.util.find_spec("modelopt") is not None
+
+
+def calibrate(
+    reference: ReferenceEncoder,
+    batches: Sequence[Tensor],
+    recipe: Recipe,
+    *,
+    modelopt: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Run `batches` of token embeddings [B, S, C] float32 through `reference`.
+
+    `modelopt`: True demands it, False avoids it, None takes it if it is installed and works.
+    `progress(done, total)` is called after each batch and may raise to cancel. After ModelOpt the
+    module's forward is fake-quantized: take reference results before. Raises `OctavoError` if the
+    recipe's algorithm needs ModelOpt and it is missing, `QuantizationError` on NaN or infinite ranges.
+    """
+    wanted = has_modelopt() if modelopt is None else modelopt
+    if wanted:
+        try:
+            return _with_modelopt(reference, batches, recipe, progress)
+        except ImportError as error:
+            if modelopt or recipe.algorithm != "max":
+                raise OctavoError(
+                    f"NVIDIA ModelOpt cannot be imported ({error}); install it with "
+                    "'pip install nvidia-modelopt' or use the algorithm 'max'."
+                ) from error
+            log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
+    if recipe.algorithm != "max":
+        raise OctavoError(
+            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt; install it with "
+            "'pip install nvidia-modelopt' or use 'max'."
+        )
+    ops = AmaxOps(reference)
+    with torch.no_grad():
+        for done, embeds in enumerate(batches, 1):
+            encode(ops, reference.spec, embeds)
+            if progress:
+                progress(done, len(batches))
+    return _checked(Calibration(ops.amax, None, "octavo max"), reference)
+
+
+def _with_modelopt(
+    reference: ReferenceEncoder,
+    batches: Sequence[Tensor],
+    recipe: Recipe,
+    progress: Callable[[int, int], None] | None,
+) -> Calibration:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "transformers not tested", "CUDA not available", ...
+        import modelopt
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.nn import TensorQuantizer
+
+        e4m3 = {"num_bits": (4, 3), "axis": None}
+        # Linears only, later rules win. FP8_DEFAULT_CFG would quantize layer norm inputs too.
+        config = {
+            "quant_cfg": [
+                {"quantizer_name": "*", "enable": False},
+                {"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": e4m3},
+                {"quantizer_name": "*input_quantizer", "parent_class": "nn.Linear", "cfg": e4m3},
+            ],
+            "algorithm": recipe.algorithm,
+        }
+
+        def run(module: torch.nn.Module) -> None:
+            for done, embeds in enumerate(batches, 1):
+                module(embeds)
+                if progress:
+                    progress(done, len(batches))
+
+        with torch.no_grad():  # not inference_mode: its tensors would stay inference tensors
+            try:
+                mtq.quantize(reference, config, run)
+            except AssertionError as error:
+                raise QuantizationError(f"ModelOpt refused the ranges: {error}.") from error
+    amax = {
+        name: module.amax
+        for name, module in reference.named_modules()
+        if isinstance(module, TensorQuantizer) and module.is_enabled
+    }
+    inputs = {
+        name.removesuffix(".input_quantizer"): value.detach().float()
+        for name, value in amax.items()
+        if name.endswith(".input_quantizer") and value is not None
+    }
+    weights = None
+    if recipe.algorithm != "max":
+        weights = {
+            name.removesuffix(".weight_quantizer"): value.detach().float()
+            for name, value in amax.items()
+            if name.endswith(".weight_quantizer")
+        }
+    method = f"modelopt {modelopt.__version__} {recipe.algorithm}"
+    return _checked(Calibration(inputs, weights, method), reference)
+
+
+def _checked(calibration: Calibration, reference: ReferenceEncoder) -> Calibration:
+    for name in reference.spec.linears():
+        seen = calibration.input_amax.get(name)
+        if seen is None:
+            raise QuantizationError(
+                f"{name}: calibration never reached this layer; nothing was written."
+            )
+        if not bool(torch.isfinite(seen)):
+            raise QuantizationError(
+                f"{name}: its input reached {seen.item()} on the calibration prompts, so the weights "
+                "overflow even in FP32; check the file."
+            )
+    return calibration

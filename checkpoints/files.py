@@ -1,0 +1,553 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Model files, read lazily: safetensors, torch files, shards, and the folders they come in.
+
+The only module that opens model files. Whatever is wrong with one becomes a `FileError`. Headers of
+safetensors are read without torch, so that recognition and the cached path never import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FileError, UnsupportedEncoder
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+DAMAGED = "the file is damaged or incomplete: download or save it again"
+_PLAIN = "give the fp16, bf16 or fp32 safetensors file of the same encoder"
+
+# Bits of one element. Names are those of the safetensors format.
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+_TORCH_NAMES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "bool": "BOOL",
+}
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+_NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "text_encoder")
+_NOT_WEIGHTS = {
+    b"GGUF": ("is a GGUF file, whose weights are quantized", _PLAIN),
+    b"version https://git-lfs": ("is a Git LFS pointer, not the file", "run `git lfs pull`"),
+}
+
+# What a folder's weights are called, in the order they are preferred.
+STANDARD_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model.fp16.safetensors",
+    "model.safetensors.index.fp16.json",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "open_clip_pytorch_model.bin",
+)
+_INDEX = re.compile(r"\.index(\.\w+)?\.json$")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")
+_TEXT_ENCODER_FOLDER = re.compile(r"text_encoder(_\d)?")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header tells of a tensor: safetensors' name of the dtype ("F16", "BF16", ...), shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config.json or open_clip_config.json. `binding`: the user gave the folder that holds it."""
+
+    path: Path
+    values: Mapping[str, Any]
+    binding: bool
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What tells that a file on disk has not changed. `ctime_ns` is 0 on Windows (it is birth there)."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> FileIdentity:
+        """Raises OSError."""
+        real = os.path.realpath(path)
+        status = os.stat(real)
+        ctime_ns = status.st_ctime_ns if os.name == "posix" else 0
+        return cls(real, status.st_size, status.st_mtime_ns, status.st_ino, ctime_ns)
+
+
+def shown(name: str) -> str:
+    """A name out of a file, fit for one line of a message."""
+    text = ascii(name)
+    return text if len(text) <= 120 else text[:100] + "...'"
+
+
+class _Source:
+    """One file on disk: its tensors by name."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    digest: str
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity = FileIdentity.of(path)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, backed by the mapped file. Raises FileError."""
+        # Touching a mapped page that is no longer in the file kills the process: look before.
+        try:
+            unchanged = FileIdentity.of(self.path) == self.identity
+        except OSError:
+            unchanged = False
+        if not unchanged:
+            raise FileError(self.path, "changed while it was being read", "start again")
+        return self._map(name)
+
+    def _map(self, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let the file go; a later `read` opens it again."""
+
+
+class _Safetensors(_Source):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._handle: Any = None
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, self.identity.size - 8):
+                raise FileError(path, f"its header claims {length} bytes", DAMAGED)
+            header = file.read(length)
+        self.digest = hashlib.sha256(header).hexdigest()
+        self.tensors, self.metadata = _parse_header(path, header, self.identity.size - 8 - length)
+
+    def _map(self, name: str) -> torch.Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if self._handle is None:
+                self._handle = safe_open(str(self.path), framework="pt")
+            tensor: torch.Tensor = self._handle.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            fault = f"tensor {shown(name)} cannot be read ({_first_line(error)})"
+            raise FileError(self.path, fault, DAMAGED) from error
+        return tensor
+
+    def close(self) -> None:
+        self._handle = None
+
+
+def _parse_header(
+    path: Path, header: bytes, body_bytes: int
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Check a safetensors header as strictly as its specification: the offsets tile the body."""
+
+    def damaged(fault: str) -> FileError:
+        return FileError(path, fault, DAMAGED)
+
+    try:
+        if header[:1] != b"{":
+            raise ValueError("it does not start with {")
+        entries = json.loads(header.decode(), object_pairs_hook=_without_duplicates)
+        metadata = entries.pop("__metadata__", {})
+        for name in entries:
+            name.encode()  # a lone surrogate is no name, and could not even be printed
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"its header is not valid JSON ({_first_line(error)})") from error
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise damaged("its header's __metadata__ is not a map of strings")
+
+    tensors: dict[str, TensorInfo] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise damaged(f"its header does not describe tensor {shown(name)}")
+        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _BITS:
+            fault = f"tensor {shown(name)} has the unknown dtype {shown(str(dtype))}"
+            raise FileError(path, fault, "save it as F16, BF16 or F32")
+        if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+            raise damaged(f"tensor {shown(name)} has a shape or offsets that are no sizes")
+        bits = _BITS[dtype]
+        for size in shape:
+            bits *= size
+        if bits != 8 * (span[1] - span[0]):
+            raise damaged(f"tensor {shown(name)} does not fill its {span[1] - span[0]} bytes")
+        tensors[name] = TensorInfo(dtype, tuple(shape))
+        spans.append((span[0], span[1], name))
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise damaged(f"tensor {shown(name)} starts at byte {start}, not at {end}")
+        end = stop
+    if end != body_bytes:
+        raise damaged(f"its tensors take {end} bytes and the file holds {body_bytes}")
+    return tensors, metadata
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a name appears twice")
+    return mapping
+
+
+def _are_sizes(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= 16
+        and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of another library's message, cut to fit into a sentence."""
+    lines = str(error).strip().splitlines()
+    return (lines[0][:160] if lines else type(error).__name__).rstrip(".;: ")
+
+
+class _TorchFile(_Source):
+    """A file of `torch.save`. Its names are inside a pickle, so that even listing them needs torch."""
+
+    metadata: Mapping[str, str] = {}
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        edge = 64 * 1024
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(edge))
+            file.seek(max(0, self.identity.size - edge))
+            digest.update(file.read(edge))
+        digest.update(str(self.identity.size).encode())
+        self.digest = digest.hexdigest()
+        self._state: Mapping[str, torch.Tensor] | None = _load_torch(path)
+        self.tensors = {
+            name: TensorInfo(_torch_dtype(tensor), tuple(tensor.shape))
+            for name, tensor in self._state.items()
+        }
+
+    def _map(self, name: str) -> torch.Tensor:
+        if self._state is None:
+            self._state = _load_torch(self.path)
+        return self._state[name].detach()
+
+    def close(self) -> None:
+        self._state = None
+
+
+def _torch_dtype(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _TORCH_NAMES.get(name, name.upper())
+
+
+class _Inert:
+    """Stands in, while a file is read, for the few harmless classes that old training checkpoints name
+    beside their tensors; its instances hold nothing and do nothing."""
+
+    def __new__(cls, *_: object) -> _Inert:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_INERT_NAMES = (
+    "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint",  # SD1.x .ckpt
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtype",
+    "_codecs.encode",
+)
+
+
+def _load_torch(path: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a torch file by name, mapped where its format allows. Raises FileError."""
+    import torch
+
+    convert = "convert it to safetensors where it came from, or download it again"
+    with path.open("rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+    try:
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+            if any(name.endswith("/constants.pkl") for name in names):
+                remedy = "load it with torch.jit.load and save its state_dict() as safetensors"
+                raise FileError(path, "is a TorchScript archive, a program beside weights", remedy)
+        comfy_utils = sys.modules.get("comfy.utils")
+        if comfy_utils is not None:  # inside ComfyUI its rules for unsafe files hold
+            loaded: object = comfy_utils.load_torch_file(str(path), safe_load=True)
+        else:
+            with torch.serialization.safe_globals([(_Inert, name) for name in _INERT_NAMES]):
+                # A legacy file, which is no zip, cannot be mapped.
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except FileError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything at all
+        fault = f"cannot be read as tensors alone ({_first_line(error)})"
+        raise FileError(path, fault, convert) from error
+    tensors = {
+        name: tensor
+        for name, tensor in _state_dict(loaded).items()
+        if tensor.layout is torch.strided and tensor.device.type == "cpu"
+    }
+    if not tensors:
+        raise FileError(path, "holds no tensors by name", "give a file with a state_dict")
+    return tensors
+
+
+def _state_dict(loaded: object, depth: int = 3) -> dict[str, torch.Tensor]:
+    """The named tensors of a loaded file, which trainers nest under a key or two."""
+    import torch
+
+    if not isinstance(loaded, Mapping):
+        return {}
+    for key in _NESTED_UNDER if depth else ():
+        inner = _state_dict(loaded.get(key), depth - 1)
+        if inner:
+            return inner
+    return {k: v for k, v in loaded.items() if isinstance(k, str) and isinstance(v, torch.Tensor)}
+
+
+class WeightsFile:
+    """A model as the user has it, read-only: one file, the shards of one, or a folder of several.
+
+    `tensors` by name (in a pipeline folder "text_encoder_2/" and so on stand before the name),
+    `metadata` of its safetensors headers, `configs` by the prefix they are for, `header_digest` (hex)
+    of all headers, `identities` of all files it was read from, taken before reading, at
+    `opened_ns`. A context manager; after `close` a read opens the file again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sources: Iterable[tuple[str, _Source, Collection[str] | None]],
+        *,
+        configs: Mapping[str, Config],
+        opened_ns: int,
+        others: Iterable[FileIdentity] = (),
+    ) -> None:
+        """`sources`: prefix, file, and which of its tensors (None: all); `others`: index files."""
+        self.path, self.configs, self.opened_ns = path, configs, opened_ns
+        self._places: dict[str, tuple[_Source, str]] = {}
+        self._sources: list[_Source] = []
+        self.metadata: dict[str, str] = {}
+        digest = hashlib.sha256()
+        for prefix, source, names in sources:
+            self._sources.append(source)
+            self.metadata.update(source.metadata)
+            digest.update(f"{prefix}\n{source.path.name}\n{source.digest}\n".encode())
+            for name in source.tensors if names is None else names:
+                self._places[prefix + name] = source, name
+        only = self._sources[0].digest if len(self._sources) == 1 else None
+        self.header_digest: str = only or digest.hexdigest()
+        self.identities = (*(s.identity for s in self._sources), *others)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: source.tensors[inner] for name, (source, inner) in self._places.items()
+        }
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The config that belongs to the whole of it; None in a pipeline folder or without one."""
+        config = self.configs.get("")
+        return config.values if config else None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor under its name in the file, mapped, in the file's dtype. Raises FileError."""
+        source, inner = self._places[name]
+        return source.read(inner)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_weights(path: str | os.PathLike[str]) -> WeightsFile:
+    """Open a model file, an index of shards, a model folder or a pipeline folder.
+
+    Only headers are read (of torch files the pickle). Raises FileError, UnsupportedEncoder for GGUF.
+    """
+    path = Path(path)
+    try:
+        return _open(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        fault = f"cannot be opened ({str(reason).rstrip('.')})"
+        raise FileError(path, fault, "check the path and its permissions") from error
+
+
+def _open(path: Path) -> WeightsFile:
+    opened_ns = time.time_ns()
+    sources: list[tuple[str, _Source, Collection[str] | None]] = []
+    others: list[FileIdentity] = []
+    configs: dict[str, Config] = {}
+    for prefix, main in _mains(path):
+        if _INDEX.search(main.name):
+            others.append(FileIdentity.of(main))
+            sources += ((prefix, *shard) for shard in _shards(main))
+        else:
+            sources.append((prefix, _source(main), None))
+        if path.is_dir() or main.name in STANDARD_NAMES:
+            config = _config_beside(main, binding=path.is_dir())
+            if config:
+                configs[prefix] = config
+    return WeightsFile(path, sources, configs=configs, opened_ns=opened_ns, others=others)
+
+
+def _mains(path: Path) -> list[tuple[str, Path]]:
+    """The weights file or index that the path means; in a pipeline one for each text encoder."""
+    if path.is_file():
+        index = _index_of_shard(path)
+        if index:
+            fault = f"is one shard of several, listed in {index.name}"
+            raise FileError(path, fault, "give that index or the folder")
+        return [("", path)]
+    if not path.is_dir():
+        there = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise FileError(path, there, "check the path")
+    if not (path / "model_index.json").is_file():
+        main = _main_of(path)
+        if main:
+            return [("", main)]
+        remedy = "give a model file, a text encoder's folder or a diffusers pipeline's folder"
+        raise FileError(path, "is a folder without a recognisable model", remedy)
+    mains = []
+    for folder in sorted(path.iterdir()):
+        if _TEXT_ENCODER_FOLDER.fullmatch(folder.name) and folder.is_dir():
+            main = _main_of(folder)
+            if main:
+                mains.append((folder.name + "/", main))
+    if not mains:
+        fault = "is a pipeline folder without the weights of a text encoder"
+        raise FileError(path, fault, "download its text_encoder folders too")
+    return mains
+
+
+def _main_of(folder: Path) -> Path | None:
+    for name in STANDARD_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    others = [*folder.glob("*.index.json")] or [*folder.glob("*.safetensors")]
+    if len(others) > 1:
+        names = ", ".join(sorted(shown(p.name) for p in others)[:4])
+        fault = f"holds {len(others)} model files and none is named model.safetensors"
+        raise FileError(folder, fault, f"give one of them ({names}, ...)")
+    return others[0] if others else None
+
+
+def _index_of_shard(path: Path) -> Path | None:
+    if not _SHARD.search(path.name):
+        return None
+    index = path.with_name(_SHARD.sub("", path.name) + ".index.json")
+    return index if index.is_file() else None
+
+
+def _source(path: Path) -> _Source:
+    """The file opened by what it holds; its suffix counts only where its first bytes tell nothing."""
+    with path.open("rb") as file:
+        head = file.read(32)
+    if not head:
+        raise FileError(path, "is empty", "download or save it again")
+    for magic, (fault, remedy) in _NOT_WEIGHTS.items():
+        if head.startswith(magic):
+            raise UnsupportedEncoder(path, fault, remedy)
+    suffix = path.suffix.lower()
+    if head[8:9] == b"{" or suffix in (".safetensors", ".sft"):
+        return _Safetensors(path)
+    if head.startswith((b"PK\x03\x04", b"\x80\x02")) or suffix in _TORCH_SUFFIXES:
+        return _TorchFile(path)
+    raise FileError(path, "is neither a safetensors nor a torch file", _PLAIN)
+
+
+def _shards(index: Path) -> list[tuple[_Source, list[str]]]:
+    """The files an index names, each with the tensors that are taken from it."""
+    weight_map = _read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(shard, str) for shard in weight_map.values())
+    ):
+        raise FileError(index, "has no weight_map from tensors to shards", DAMAGED)
+    shards = []
+    for shard in sorted(set(weight_map.values())):
+        path = index.parent / shard
+        if re.search(r"[/\\:\0]", shard) or shard in ("", ".", ".."):
+            fault = f"names the shard {shown(shard)}, which is not beside it"
+            raise FileError(index, fault, "use an index whose shards are in its own folder")
+        if not path.is_file():
+            fault = f"its shard {shown(shard)} is missing"
+            raise FileError(index, fault, "download all shards into its folder")
+        source = _source(path)
+        names = sorted(name for name, where in weight_map.items() if where == shard)
+        for name in names:
+            if name not in source.tensors:
+                fault = f"tensor {shown(name)}, listed in {index.name}, is missing"
+                raise FileError(path, fault, DAMAGED)
+        shards.append((source, names))
+    return shards
+
+
+def _config_beside(main: Path, *, binding: bool) -> Config | None:
+    names = ["config.json", "open_clip_config.json"]
+    for name in reversed(names) if main.name.startswith("open_clip") else names:
+        path = main.with_name(name)
+        if path.is_file():
+            return Config(path, _read_json(path), binding)
+    return None
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError("it is too large")
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        fault = f"is not valid JSON ({_first_line(error)})"
+        raise FileError(path, fault, "repair it or download it again") from error
+    return values

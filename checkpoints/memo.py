@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Remembered fingerprints, so that an unchanged file is not read again at each start.
+
+Only ever a saving: a memo that is lost, damaged or unwritable costs the time to hash a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from .files import FileIdentity, WeightsFile
+from .fingerprint import Fingerprint
+
+_LOG = logging.getLogger(__name__)
+_SCHEMA = 1  # raise when canonical names, their order or the digest change
+_MAX_ENTRIES = 256
+_MAX_BYTES = 4 * 1024 * 1024
+# As git's index: a file written this shortly before it was read may have been written again within
+# one tick of the file system's clock, and would look unchanged.
+RACY_NS = 2_000_000_000
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Memo:
+    """Fingerprints of the encoders of files, by encoder prefix, in `fingerprints.json` of a folder."""
+
+    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
+        self.path = Path(cache_dir) / "fingerprints.json"
+
+    def get(self, path: str | os.PathLike[str], file: WeightsFile) -> dict[str, Fingerprint] | None:
+        """What was put for this path if the file, as it was opened, is still the same; else None."""
+        entry = self._entries().get(os.path.realpath(path))
+        if entry is None or entry["file"] != _facts(file):
+            return None
+        return {prefix: Fingerprint(*digests) for prefix, digests in entry["encoders"].items()}
+
+    def put(
+        self,
+        path: str | os.PathLike[str],
+        file: WeightsFile,
+        fingerprints: Mapping[str, Fingerprint],
+    ) -> bool:
+        """Remember the fingerprints, the oldest entries making room; False where that is not safe
+        (the file has changed since it was opened, or less than two seconds before) or not possible."""
+        try:
+            unchanged = all(FileIdentity.of(i.path) == i for i in file.identities)
+            changed_ns = max(max(i.mtime_ns, i.ctime_ns) for i in file.identities)
+            if not unchanged or changed_ns + RACY_NS > file.opened_ns:
+                return False
+            entries = self._entries()
+            key = os.path.realpath(path)
+            entries.pop(key, None)
+            entries[key] = {
+                "file": _facts(file),
+                "encoders": {prefix: [*astuple(f)] for prefix, f in fingerprints.items()},
+            }
+            kept = dict([*entries.items()][-_MAX_ENTRIES:])
+            self._write(json.dumps({"schema": _SCHEMA, "entries": kept}))
+        except OSError as error:
+            _LOG.warning("fingerprints are not remembered: %s", error)
+            return False
+        return True
+
+    def _write(self, text: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """All sound entries, the oldest first; none if the memo is damaged or of another schema."""
+        try:
+            if self.path.stat().st_size > _MAX_BYTES:
+                return {}
+            memo = json.loads(self.path.read_bytes())
+            if memo["schema"] != _SCHEMA:
+                return {}
+            return {key: entry for key, entry in memo["entries"].items() if _is_sound(entry)}
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+def _facts(file: WeightsFile) -> list[Any]:
+    return [file.header_digest, [[*astuple(identity)] for identity in file.identities]]
+
+
+def _is_sound(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("encoders"), dict)
+        and "file" in entry
+        and all(
+            isinstance(digests, list)
+            and len(digests) == 2
+            and isinstance(digests[0], str)
+            and _DIGEST.fullmatch(digests[0])
+            and (
+                digests[1] is None
+                or (isinstance(digests[1], str) and _DIGEST.fullmatch(digests[1]))
+            )
+            for digests in entry["encoders"].values()
+        )
+    )

@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 checkpoint: one safetensors file in ComfyUI's own `comfy_quant` layout.
+
+Per FP8 linear L: `L.weight` float8_e4m3fn [out, in], `L.weight_scale` and `L.input_scale` float32 [],
+`L.comfy_quant` uint8 JSON, so that W = weight * weight_scale and x_q = x / input_scale (ComfyUI
+comfy/ops.py `_load_quantized_module`). Names are Hugging Face's, which ComfyUI's loaders detect.
+Octavo's own facts are one JSON string under the metadata key "octavo".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..encoders import ClipSpec
+from ..encoders.clip import PROJECTION
+from ..errors import FileError, QuantizationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = 1
+METADATA_KEY = "octavo"
+FP8_MAX = 448.0  # largest finite float8_e4m3fn
+COMFY_FORMAT = b'{"format": "float8_e4m3fn"}'
+
+
+def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
+    """amax / 448 as a float32 scalar; 1.0 where nothing but zeros was seen (any scale is exact then).
+
+    Raises `QuantizationError` where the range is unknown, NaN or infinite: it is never shipped.
+    """
+    import torch
+
+    if amax is None:
+        raise QuantizationError(
+            f"{name}: calibration never reached this layer, so its range is unknown; nothing was written."
+        )
+    value = amax.detach().to("cpu", torch.float32).reshape(())
+    if not torch.isfinite(value):
+        raise QuantizationError(
+            f"{name}: its largest magnitude is {value.item()}; FP8 needs finite values, check the file."
+        )
+    scale = value / FP8_MAX
+    # A scale that underflows to zero would divide by zero: such a layer is zero to FP32's precision.
+    return scale if scale > 0 else torch.ones(())
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantize to float8_e4m3fn: divide in float32, clamp, round to nearest even (the cast's rule)."""
+    import torch
+
+    return (x.float() / scale.to(x.device)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def storage(tensor: Tensor) -> Tensor:
+    """The 16-bit form of an unquantized tensor, decided by its values and not by the file's dtype.
+
+    fp16 where exact, else bf16 where exact; else fp32 for vectors (small, and norms matter), and for
+    matrices fp16, or bf16 where fp16 would overflow.
+    """
+    import torch
+
+    for dtype in (torch.float16, torch.bfloat16):
+        small = tensor.to(dtype)
+        if torch.equal(small.to(tensor.dtype) if tensor.dtype != dtype else small, tensor):
+            return small
+    if tensor.dim() < 2:
+        return tensor.float()
+    fits = bool(tensor.abs().max() <= torch.finfo(torch.float16).max)
+    return tensor.to(torch.float16 if fits else torch.bfloat16)
+
+
+def quantized_tensors(
+    spec: ClipSpec,
+    read: Callable[[str], Tensor],
+    structure: Mapping[str, str],
+    input_amax: Mapping[str, Tensor],
+    *,
+    weight_amax: Mapping[str, Tensor] | None = None,
+    projection: bool = False,
+) -> dict[str, Tensor]:
+    """All tensors of the checkpoint file, from canonical weights `read` one at a time."""
+    import torch
+
+    comfy = torch.frombuffer(bytearray(COMFY_FORMAT), dtype=torch.uint8)
+    tensors: dict[str, Tensor] = {}
+    for name in (*spec.tensors(), *((PROJECTION,) if projection else ())):
+        tensor = read(name)
+        linear = name.removesuffix(".weight")
+        if structure.get(linear) != "fp8" or not name.endswith(".weight"):
+            tensors[name] = storage(tensor).contiguous()
+            continue
+        # A calibrated (mse) range may be narrower than the weights: the clamp in to_fp8 is part of it.
+        amax = weight_amax[linear] if weight_amax else tensor.float().abs().amax()
+        scale = scale_from_amax(amax, name)
+        tensors[name] = to_fp8(tensor, scale)
+        tensors[linear + ".weight_scale"] = scale
+        tensors[linear + ".input_scale"] = scale_from_amax(
+            input_amax.get(linear), linear + " (input)"
+        )
+        tensors[linear + ".comfy_quant"] = comfy.clone()
+    return tensors
+
+
+def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The safetensors metadata of a checkpoint file; `facts` must be JSON-ready."""
+    return {"format": "pt", METADATA_KEY: json.dumps({"schema": SCHEMA, **facts}, sort_keys=True)}
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """An FP8 checkpoint on disk, opened lazily."""
+
+    path: Path
+    spec: ClipSpec
+    structure: Mapping[str, str]
+    facts: Mapping[str, Any]
+    names: frozenset[str]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it lies in the file (mapped)."""
+        import safetensors
+        from torch import Tensor
+
+        with safetensors.safe_open(self.path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def dense(self, name: str) -> Tensor:
+        """A canonical tensor in float32, FP8 values multiplied by their scale."""
+        tensor = self.read(name)
+        linear = name.removesuffix(".weight")
+        if self.structure.get(linear) == "fp8" and name.endswith(".weight"):
+            return tensor.float() * self.read(linear + ".weight_scale")
+        return tensor.float()
+
+    def locations(self) -> dict[str, tuple[int, int]]:
+        """Tensor -> (offset, bytes) of its values in the file (the safetensors header, already checked)."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: (8 + length + begin, end - begin)
+            for name, (begin, end) in ((n, t["data_offsets"]) for n, t in header.items())
+        }
+
+    @property
+    def projection(self) -> bool:
+        return PROJECTION in self.names
+
+
+def open_quantized(path: Path) -> QuantizedCheckpoint:
+    """Open a file that Octavo wrote; raises `FileError` if it is not one, or incomplete."""
+    from .files import open_weights
+
+    with open_weights(path) as file:
+        text = file.metadata.get(METADATA_KEY)
+        if text is None:
+            raise FileError(
+                path,
+                "is not an FP8 checkpoint written by Octavo",
+                "make one with 'octavo build'",
+            )
+        remedy = "build it again from the original file"
+        try:
+            facts = json.loads(text)
+            if facts["schema"] != SCHEMA:
+                raise FileError(
+                    path, f"has checkpoint schema {facts['schema']}, not {SCHEMA}", remedy
+                )
+            spec_facts = dict(facts["spec"])
+            if spec_facts.pop("encoder") != "clip":
+                raise FileError(path, "holds an encoder of another family", remedy)
+            spec = ClipSpec(**spec_facts)
+            structure = dict(facts["structure"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileError(path, f"has unreadable Octavo metadata ({error})", remedy) from error
+        for name, shape in spec.tensors().items():
+            linear = name.removesuffix(".weight")
+            fp8 = structure.get(linear) == "fp8" and name.endswith(".weight")
+            parts = [name, linear + ".weight_scale", linear + ".input_scale"] if fp8 else [name]
+            for part in parts:
+                if part not in file.tensors:
+                    raise FileError(path, f"lacks the tensor {part}", remedy)
+            found = file.tensors[name]
+            if found.shape != shape or (found.dtype == "F8_E4M3") != fp8:
+                raise FileError(
+                    path,
+                    f"has {name} as {found.dtype} {list(found.shape)}, not {list(shape)}",
+                    remedy,
+                )
+        return QuantizedCheckpoint(Path(path), spec, structure, facts, frozenset(file.tensors))

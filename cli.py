@@ -1,0 +1,504 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Exit codes: 0 done, 1 similarity under the floor, 2 bad input or environment,
+130 cancelled. Results go to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import __version__
+from .errors import Cancelled, OctavoError, SimilarityError
+
+if TYPE_CHECKING:
+    from .compile import BuildResult, Progress, Report
+
+EXIT_SIMILARITY, EXIT_ERROR, EXIT_CANCELLED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; an error is one sentence, never a traceback."""
+    try:
+        app.main(args=arguments, prog_name="octavo", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return EXIT_ERROR
+    except (KeyboardInterrupt, click.Abort, Cancelled):
+        click.echo("octavo: cancelled; nothing partial was kept.", err=True)
+        return EXIT_CANCELLED
+    except OctavoError as error:
+        click.echo(f"octavo: {error}", err=True)
+        return EXIT_SIMILARITY if isinstance(error, SimilarityError) else EXIT_ERROR
+    except MemoryError:
+        click.echo("octavo: out of memory; close other programs or use a larger machine.", err=True)
+        return EXIT_ERROR
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        click.echo(f"octavo:{where}: {error.strerror or error}; check the path and the disk.", err=True)
+        return EXIT_ERROR
+    except Exception:
+        traceback.print_exc()
+        click.echo("octavo: this is a bug in Octavo; please report it with the lines above.", err=True)
+        return EXIT_ERROR
+    return 0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="octavo")
+def app() -> None:
+    """FP8 TensorRT engines for CLIP text encoders, built on any machine.
+
+    \b
+    octavo inspect sd_xl_base.safetensors             what is in a file
+    octavo build clip_l.safetensors --gpu rtx4090     FP8 checkpoint and engine, cached
+    octavo verify clip_l.safetensors                  how close to FP32
+    octavo doctor                                     what could serve here, and why not
+    octavo cache list                                 what is on disk
+
+    Where the cache lies: --cache, else OCTAVO_CACHE, else the platform's cache directory.
+    """
+
+
+_json = click.option(
+    "--json", "json_file", metavar="FILE", help="Write the result as JSON; '-' for standard output."
+)
+_cache = click.option(
+    "--cache", "cache_dir", metavar="DIR", type=click.Path(path_type=Path), help="Cache folder."
+)
+_model = click.argument("model", type=click.Path(path_type=Path))
+_encoder = click.option(
+    "--encoder", "encoders", multiple=True, metavar="NAME",
+    help="Only this encoder of the file, by name or family; repeatable. Default: all.",
+)  # fmt: skip
+_activation = click.option(
+    "--activation", type=click.Choice(["quick_gelu", "gelu"]),
+    help="Overrides what the file or the rule (quick_gelu at width 768, else gelu) says.",
+)  # fmt: skip
+_recipe = click.option(
+    "--recipe", "recipe_name", default="fp8", show_default=True, metavar="NAME",
+    help="fp8, fp8-mixed (attention output in 16 bit) or bf16.",
+)  # fmt: skip
+_algorithm = click.option(
+    "--algorithm", metavar="NAME", help="Calibration: max (default), or mse with NVIDIA ModelOpt."
+)
+_prompts = click.option(
+    "--prompts", type=click.IntRange(1), metavar="N", help="Calibration prompts (recipe: 128)."
+)
+
+
+@app.command()
+@_model
+@_activation
+@_cache
+@_json
+def inspect(
+    model: Path, activation: Any, cache_dir: Path | None, json_file: str | None
+) -> None:
+    """Name the text encoders in MODEL (a file, a shard index, or a folder).
+
+    Reads only what it must: shapes from the header, values for the content key (remembered while the
+    file does not change).
+    """
+    from .checkpoints import Memo, detect
+    from .compile import content_of, encoder_key
+    from .engine_cache import EngineCache
+
+    detected = detect(model, activation=activation)
+    memo = Memo(EngineCache(cache_dir).root)
+    with _progress(json_file) as report:
+        found = [
+            {
+                "name": e.name,
+                "family": e.spec.family,
+                "layers": e.spec.layers,
+                "width": e.spec.width,
+                "positions": e.spec.positions,
+                "prefix": e.prefix,
+                "dtype": e.dtype,
+                "key": encoder_key(e.spec, content_of(e, detected, memo, report)),
+            }
+            for e in detected.encoders
+        ]
+    if _wrote_json(json_file, {"file": str(model), "encoders": found}):
+        return
+    rows = [
+        [e["name"], e["family"], f"{e['layers']} x {e['width']}", e["positions"], e["dtype"],
+         e["prefix"] or "(none)", e["key"]]
+        for e in found
+    ]  # fmt: skip
+    _table(str(model), ["encoder", "family", "layers", "positions", "dtype", "prefix", "key"], rows)
+    for sentence in detected.unsupported:
+        click.echo(sentence)
+
+
+@app.command()
+@_model
+@click.option(
+    "--gpu", "gpus", multiple=True, required=True, metavar="NAME",
+    help="A card (rtx4060 ... rtx5090) or sm89, sm120, sm121; repeatable.",
+)  # fmt: skip
+@click.option("--portable", is_flag=True, help="One plan for all the GPUs instead of one each.")
+@_recipe
+@_algorithm
+@_prompts
+@click.option(
+    "--embed-weights", is_flag=True,
+    help="Self-contained plans, weights inside, instead of one small plan per architecture.",
+)  # fmt: skip
+@click.option("--mask", is_flag=True, help="Plans with an attention mask input.")
+@_encoder
+@_activation
+@click.option(
+    "--flavour", type=click.Choice(["tensorrt_rtx", "tensorrt"]), default="tensorrt_rtx",
+    show_default=True, help="tensorrt builds only on the GPU it builds for.",
+)  # fmt: skip
+@_cache
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the FP8 checkpoint here; plain ComfyUI loads it.",
+)  # fmt: skip
+@_json
+def build(
+    model: Path,
+    gpus: tuple[str, ...],
+    portable: bool,
+    recipe_name: str,
+    algorithm: str | None,
+    prompts: int | None,
+    embed_weights: bool,
+    mask: bool,
+    encoders: tuple[str, ...],
+    activation: Any,
+    flavour: Any,
+    cache_dir: Path | None,
+    output: Path | None,
+    json_file: str | None,
+) -> None:
+    """Quantize MODEL's text encoders to FP8 and compile TensorRT engines for the named GPUs.
+
+    No GPU is needed. Calibration, verification against FP32 and compilation happen once; a second run
+    is served from the cache.
+    """
+    from . import compile as compiler
+    from .engine_cache import EngineCache
+    from .recipes import load_recipe
+    from .trt.gpus import gpu_from_name
+
+    recipe = load_recipe(recipe_name).with_options(algorithm, prompts)
+    named = [gpu_from_name(name) for name in gpus]
+    with _progress(json_file) as report:
+        result = compiler.build(
+            model, named, recipe=recipe, cache=EngineCache(cache_dir), portable=portable,
+            embed_weights=embed_weights, encoders=encoders, output=output, activation=activation,
+            flavour=flavour, mask=mask, report=report,
+        )  # fmt: skip
+    if not _wrote_json(json_file, result.facts()):
+        show_build(result)
+
+
+@app.command()
+@_model
+@_recipe
+@_algorithm
+@_prompts
+@_encoder
+@_activation
+@_cache
+@_json
+def verify(
+    model: Path,
+    recipe_name: str,
+    algorithm: str | None,
+    prompts: int | None,
+    encoders: tuple[str, ...],
+    activation: Any,
+    cache_dir: Path | None,
+    json_file: str | None,
+) -> None:
+    """Measure the FP8 graph of MODEL against its FP32 reference on every held-out prompt.
+
+    ONNX Runtime runs the graph that is compiled. Exit code 1 if a cosine is under the recipe's floor.
+    """
+    from . import compile as compiler
+    from .engine_cache import EngineCache
+    from .recipes import load_recipe
+
+    recipe = load_recipe(recipe_name).with_options(algorithm, prompts)
+    with _progress(json_file) as report:
+        results = compiler.verify(
+            model, recipe=recipe, cache=EngineCache(cache_dir), encoders=encoders,
+            activation=activation, report=report,
+        )  # fmt: skip
+    short = [f"{r.name}: {r.shortfall}" for r in results if r.shortfall]
+    data = {
+        "file": str(model),
+        "recipe": recipe.name,
+        "encoders": [r.facts() for r in results],
+        "floor": compiler.floor_facts(recipe),
+    }
+    if not _wrote_json(json_file, data):
+        rows = [
+            [r.name, *(_cosine(r.similarity[k]) for k in ("token_mean", "token_min", "pooled")),
+             f"{r.similarity['max_abs_error']:.3f}", r.similarity["prompts"], r.judge]
+            for r in results
+        ]  # fmt: skip
+        columns = ["encoder", "token mean", "token min", "pooled", "max error", "prompts", "judge"]
+        _table(f"{model} with {recipe.name} against FP32 (cosines)", columns, rows)
+    if short:
+        raise SimilarityError(f"recipe {recipe.name}, {'; '.join(short)}.")
+
+
+@app.command()
+@_json
+def doctor(json_file: str | None) -> None:
+    """What is installed, which GPU there is, which engine could serve and why the others not."""
+    from . import doctor as doctor_module
+
+    facts = doctor_module.examine()
+    if not _wrote_json(json_file, facts):
+        click.echo(doctor_module.text(facts))
+
+
+@app.group()
+def cache() -> None:
+    """Look at, check and tidy the cache of checkpoints and plans."""
+
+
+@cache.command("list")
+@_cache
+@_json
+def cache_list(cache_dir: Path | None, json_file: str | None) -> None:
+    """Every entry, the last used first."""
+    from .engine_cache import EngineCache
+
+    store = EngineCache(cache_dir)
+    entries = [_entry_facts(entry) for entry in store.entries()]
+    total = sum(e["bytes"] for e in entries)
+    facts = {
+        "root": str(store.root),
+        "bytes": total,
+        "budget_bytes": store.budget_bytes,
+        "entries": entries,
+    }
+    if _wrote_json(json_file, facts):
+        return
+    rows = [[e["kind"], e["key"], _size(e["bytes"]), e["what"]] for e in entries]
+    _table(str(store.root), ["kind", "key", "size", "what"], rows)
+    click.echo(f"{len(entries)} entries, {_size(total)} of {_size(store.budget_bytes)}")
+
+
+@cache.command("verify")
+@_cache
+@_json
+def cache_verify(cache_dir: Path | None, json_file: str | None) -> None:
+    """Read everything and remove what is damaged (it will be built again)."""
+    from .engine_cache import EngineCache
+
+    store = EngineCache(cache_dir)
+    checked = store.verify_all()
+    facts = [
+        {"kind": c.kind, "key": c.key, "ok": c.fault is None, "fault": c.fault or ""}
+        for c in checked
+    ]
+    if _wrote_json(json_file, {"root": str(store.root), "entries": facts}):
+        return
+    bad = [f for f in facts if not f["ok"]]
+    for fault in bad:
+        click.echo(f"removed {fault['kind']} {fault['key']}: {fault['fault']}")
+    click.echo(f"{len(facts) - len(bad)} entries are whole, {len(bad)} were removed.")
+
+
+@cache.command("prune")
+@click.option("--budget", metavar="SIZE", help="Such as 5G; default: the cache's own budget.")
+@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@_cache
+@_json
+def cache_prune(
+    budget: str | None, dry_run: bool, cache_dir: Path | None, json_file: str | None
+) -> None:
+    """Delete what was unused longest until the rest fits the budget."""
+    from .engine_cache import EngineCache, parse_size
+
+    store = EngineCache(cache_dir)
+    plan = store.plan_prune(parse_size(budget, "--budget") if budget else None)
+    gone = [{"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes]
+    freed = plan.freed_bytes if dry_run else plan.execute()
+    facts = {
+        "root": str(store.root),
+        "entries": gone,
+        "freed_bytes": freed,
+        "kept_bytes": plan.kept_bytes,
+        "dry_run": dry_run,
+    }
+    if _wrote_json(json_file, facts):
+        return
+    for entry in gone:
+        click.echo(f"{entry['kind']} {entry['key']} {_size(entry['bytes'])}")
+    verb = "would be freed" if dry_run else "freed"
+    click.echo(f"{_size(freed)} {verb}, {_size(plan.kept_bytes)} kept.")
+
+
+@cache.command("clear")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_cache
+@_json
+def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> None:
+    """Delete every checkpoint and plan (never other files)."""
+    from .engine_cache import EngineCache
+
+    store = EngineCache(cache_dir)
+    if not yes:
+        click.confirm(f"Delete everything in {store.root}?", abort=True, err=True)
+    freed = store.clear()
+    if not _wrote_json(json_file, {"root": str(store.root), "freed_bytes": freed}):
+        click.echo(f"{_size(freed)} freed.")
+
+
+# What a person sees
+
+
+def show_build(result: BuildResult) -> None:
+    """The table of a build: one row per engine."""
+    for built in result.encoders:
+        s = built.similarity
+        spec = built.encoder.spec
+        click.echo(
+            f"{built.encoder.name}: {spec.family}, {spec.layers} layers x {spec.width}, "
+            f"{spec.positions} positions, {built.encoder.dtype}"
+        )
+        state = "from the cache" if built.checkpoint_cached else "calibrated now"
+        click.echo(
+            f"  FP8 checkpoint {_size(built.checkpoint.size_bytes)} ({state}): {built.checkpoint.path}"
+        )
+        if s:
+            click.echo(
+                f"  similarity to FP32: token mean {_cosine(s['token_mean'])}, token min "
+                f"{_cosine(s['token_min'])}, pooled {_cosine(s['pooled'])} "
+                f"({s['prompts']} held-out prompts, {s['judge']})"
+            )
+        rows = [
+            [e.gpu, "+".join(f"{sm // 10}.{sm % 10}" for sm in e.sms), f"{e.flavour} {e.version}",
+             e.weights, _size(e.bytes), "cached" if e.cached else f"{e.seconds:.1f} s", e.path]
+            for e in built.engines
+        ]  # fmt: skip
+        columns = ["GPU", "SM", "built by", "weights", "plan", "time", "file"]
+        _table(None, columns, rows)
+    for sentence in result.unsupported:
+        click.echo(sentence)
+    click.echo(
+        f"{result.seconds:.1f} s, peak memory {_size(result.peak_rss_bytes)}, recipe {result.recipe}"
+    )
+
+
+def _entry_facts(entry: Any) -> dict[str, Any]:
+    facts, key = entry.facts, entry.key_facts
+    if entry.kind == "plan":
+        sms = ", ".join(f"SM {sm // 10}.{sm % 10}" for sm in key["sms"])
+        what = f"{facts.get('encoder', 'encoder')} {key['weights']} for {sms}, {key['flavour']} {key['version']}"
+    else:
+        what = f"{facts.get('recipe', '?')}, {key['spec_facts']['layers']} x {key['spec_facts']['width']}"
+    return {
+        "kind": entry.kind,
+        "key": entry.key,
+        "path": str(entry.path),
+        "bytes": entry.size_bytes,
+        "last_use": entry.last_use,
+        "what": what,
+    }
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"
+
+
+def _cosine(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe or a log has no width of its own
+    console.print(table)
+
+
+@contextmanager
+def _progress(json_file: str | None) -> Iterator[Report]:
+    """Progress on standard error: bars on a terminal, one line per phase elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        yield _line_per_phase(lambda text: click.echo(text, err=True))
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    with Bars(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as bars:  # fmt: skip
+        current: dict[str, Any] = {"phase": None, "task": None}
+
+        def report(p: Progress) -> None:
+            phase = (p.subject, p.phase)
+            if phase != current["phase"]:
+                if current["task"] is not None:
+                    bars.remove_task(current["task"])
+                text = f"{p.subject}: {p.phase}"
+                current.update(phase=phase, task=bars.add_task(text, total=p.total or None))
+            bars.update(current["task"], completed=p.done, total=p.total or None)
+
+        yield report
+
+
+def _line_per_phase(write: Callable[[str], None]) -> Report:
+    last: list[tuple[str, str]] = []
+
+    def report(p: Progress) -> None:
+        phase = (p.subject, p.phase)
+        if last != [phase]:
+            last[:] = [phase]
+            write(f"{p.subject}: {p.phase}")
+
+    return report
+
+
+def _wrote_json(json_file: str | None, facts: Any) -> bool:
+    """Write `facts` if JSON was asked for; True if it went to standard output, so no table follows."""
+    if json_file is None:
+        return False
+    data = json.dumps(facts, indent=1, allow_nan=False) + "\n"
+    if json_file == "-":
+        sys.stdout.write(data)
+        return True
+    Path(json_file).write_text(data, encoding="utf-8")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,707 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""From a model file to cached checkpoints and plans: recognise, calibrate, verify, emit, compile, store.
+
+Everything heavy is imported where it is used: a build that the cache can serve imports no torch.
+Progress comes as `Progress` events; the callback may raise to cancel, and nothing partial is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import prompts
+from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, Structure, emit
+from .checkpoints import Detected, EncoderWeights, Fingerprint, Memo, detect, fingerprint
+from .checkpoints.quantized import SCHEMA, QuantizedCheckpoint, metadata, open_quantized
+from .device import peak_rss_bytes
+from .encoders import ClipSpec
+from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
+from .errors import EngineUnavailable, FileError, SimilarityError
+from .recipes import Recipe
+from .trt import Flavour, Missing, installed
+from .trt.build import BuildRequest, build_plan
+from .trt.gpus import Gpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .verify import Similarity, States
+
+log = logging.getLogger(__name__)
+
+HELD_OUT_PROMPTS = 16  # for the similarity noted with each checkpoint; `verify` takes all
+BATCH = 16
+BATCHES = (1, 2, 16)  # min, opt, max of a plan; larger batches are split by the caller
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of a long job: `done` of `total` (0 = unknown) of a `phase` for `subject`."""
+
+    subject: str
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+Report = Callable[[Progress], None]
+
+
+def _silent(_: Progress) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Target:
+    """One plan to build: `gpu` is the name it was asked by, `sms` what it must run on."""
+
+    gpu: str
+    sms: tuple[int, ...]
+
+
+def targets_of(gpus: Iterable[Gpu], *, portable: bool) -> list[Target]:
+    """One target per name, or one for all of them."""
+    gpus = list(gpus)
+    if portable:
+        names = "+".join(dict.fromkeys(g.name for g in gpus))
+        return [Target(names, tuple(sorted({g.sm for g in gpus})))]
+    return [Target(g.name, (g.sm,)) for g in gpus]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A plan in the cache, as `build --json` shows it. `seconds` is what this run took for it."""
+
+    gpu: str
+    sms: tuple[int, ...]
+    flavour: str
+    version: str
+    weights: Literal["shared", "embedded"]
+    key: str
+    path: str
+    bytes: int
+    seconds: float
+    cached: bool
+
+
+@dataclass(frozen=True)
+class Built:
+    """One encoder of a file with its checkpoint and engines."""
+
+    encoder: EncoderWeights
+    fingerprint: Fingerprint
+    checkpoint: Entry
+    checkpoint_cached: bool
+    similarity: dict[str, Any]
+    engines: tuple[Engine, ...]
+
+    def facts(self) -> dict[str, Any]:
+        spec = self.encoder.spec
+        shown = ("token_mean", "token_min", "pooled")
+        return {
+            "name": self.encoder.name,
+            "family": spec.family,
+            "layers": spec.layers,
+            "width": spec.width,
+            "positions": spec.positions,
+            "key": encoder_key(spec, self.fingerprint),
+            "checkpoint": {
+                "key": self.checkpoint.key,
+                "path": str(self.checkpoint.path),
+                "bytes": self.checkpoint.size_bytes,
+            },
+            "engines": [asdict(engine) for engine in self.engines],
+            "similarity": {name: self.similarity.get(name) for name in shown},
+        }
+
+
+@dataclass
+class BuildResult:
+    file: str
+    recipe: str
+    encoders: list[Built] = field(default_factory=list)
+    unsupported: tuple[str, ...] = ()
+    peak_rss_bytes: int = 0
+    seconds: float = 0.0
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "recipe": self.recipe,
+            "encoders": [built.facts() for built in self.encoders],
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def encoder_key(spec: ClipSpec, content: Fingerprint) -> str:
+    """The key of an encoder as found: its spec and its values; the projection is hashed apart."""
+    return digest({"spec": spec.facts(), "body": content.body})
+
+
+def select(detected: Detected, names: Sequence[str]) -> list[EncoderWeights]:
+    """All encoders of a file, or those called `names` (by name or family)."""
+    if not names:
+        return list(detected.encoders)
+    chosen = []
+    for name in dict.fromkeys(names):
+        found = [e for e in detected.encoders if name in (e.name, e.spec.family)]
+        if not found:
+            has = ", ".join(e.name for e in detected.encoders)
+            raise FileError(detected.file.path, f"has no encoder '{name}'", f"it has {has}")
+        chosen += [e for e in found if e not in chosen]
+    return chosen
+
+
+def content_of(encoder: EncoderWeights, detected: Detected, memo: Memo | None, report: Report) -> Fingerprint:
+    """The encoder's fingerprint, from the memo if the file has not changed."""
+    if memo is not None and (known := memo.get(detected.file, encoder)) is not None:
+        return known
+    found = fingerprint(
+        encoder, lambda done, total: report(Progress(encoder.name, "reading", done, total))
+    )
+    if memo is not None:
+        memo.put(detected.file, encoder, found)
+    return found
+
+
+def checkpoint_key(spec: ClipSpec, content: Fingerprint, recipe: Recipe) -> CheckpointKey:
+    calibration = f"{prompts.set_id('calibration')}:{recipe.prompts}" if recipe.calibrated else "none"
+    return CheckpointKey(
+        spec.facts(), content.body, content.projection, recipe.digest(), calibration, SCHEMA
+    )
+
+
+def plan_key(
+    spec: ClipSpec,
+    structure: Structure,
+    body: Body,
+    sms: tuple[int, ...],
+    *,
+    flavour: Flavour = "tensorrt_rtx",
+    mask: bool = False,
+    checkpoint: str | None = None,
+) -> PlanKey:
+    """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable` without one."""
+    package = installed(flavour)
+    if isinstance(package, Missing):
+        extra = "rtx" if flavour == "tensorrt_rtx" else "tensorrt"
+        raise EngineUnavailable(
+            flavour, package.reason, f"install it with 'pip install \"octavo[{extra}]\"'"
+        )
+    gpu = driver = None
+    if flavour == "tensorrt":  # its plans serve the very GPU and driver they were built on
+        from .device import probe
+
+        device = probe()
+        if device.sm is None:
+            raise EngineUnavailable(
+                flavour, "it builds on the GPU it builds for and there is none here",
+                "use tensorrt_rtx, or run the build on that machine",
+            )  # fmt: skip
+        gpu, driver, sms = device.name, device.driver or "unknown", (device.sm,)
+    return PlanKey(
+        flavour=flavour,
+        version=package.version,
+        cuda=package.cuda,
+        sms=sms,
+        profile={"batch": list(BATCHES), "positions": spec.positions, "mask": mask},
+        program=PROGRAM_VERSION,
+        # The activation changes the graph, eps and vocabulary do not all; one rule is safer than two.
+        architecture={k: v for k, v in spec.facts().items() if k != "vocabulary"},
+        structure={"linears": dict(structure), "body": body},
+        weights="shared" if checkpoint is None else "embedded",
+        checkpoint=checkpoint,
+        gpu=gpu,
+        driver=driver,
+    )
+
+
+def build(
+    path: str | os.PathLike[str],
+    gpus: Sequence[Gpu],
+    *,
+    recipe: Recipe,
+    cache: EngineCache | None = None,
+    portable: bool = False,
+    embed_weights: bool = False,
+    encoders: Sequence[str] = (),
+    output: Path | None = None,
+    activation: str | None = None,
+    flavour: Flavour = "tensorrt_rtx",
+    mask: bool = False,
+    report: Report = _silent,
+) -> BuildResult:
+    """Build everything `path` needs on `gpus`, or find it in the cache.
+
+    `output` receives a copy of the FP8 checkpoint. Raises `OctavoError` for bad input or environment and
+    `SimilarityError` when a checkpoint is under its recipe's floor: then no plan is built from it.
+    """
+    start = time.monotonic()
+    cache = cache or EngineCache()
+    detected = detect(path, activation=activation)
+    chosen = select(detected, encoders)
+    if output is not None and len(chosen) != 1:
+        names = ", ".join(e.name for e in chosen)
+        raise FileError(
+            path, f"holds {len(chosen)} encoders ({names}) for one output file",
+            "name one with --encoder",
+        )  # fmt: skip
+    memo = Memo(cache.root)
+    result = BuildResult(str(detected.file.path), recipe.name, unsupported=detected.unsupported)
+    for encoder in chosen:
+        content = content_of(encoder, detected, memo, report)
+        checkpoint, cached = make_checkpoint(encoder, detected, content, recipe, cache, report)
+        similarity = dict(checkpoint.facts.get("similarity") or {})
+        _check_floor(encoder.name, similarity, recipe)
+        if output is not None:
+            copy_file(checkpoint.path, output)
+        quantized = open_quantized(checkpoint.path)
+        engines = [
+            make_plan(
+                encoder.name, quantized, checkpoint.key, target, cache,
+                body=_body_of(quantized), flavour=flavour, embed=embed_weights, mask=mask,
+                report=report,
+            )
+            for target in targets_of(gpus, portable=portable)
+        ]  # fmt: skip
+        built = Built(encoder, content, checkpoint, cached, similarity, tuple(e for e, _ in engines))
+        result.encoders.append(built)
+        result.peak_rss_bytes = max([result.peak_rss_bytes, *(peak for _, peak in engines)])
+    result.peak_rss_bytes = max(result.peak_rss_bytes, peak_rss_bytes())
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _body_of(checkpoint: QuantizedCheckpoint) -> Body:
+    body: Body = checkpoint.facts["body"]
+    return body
+
+
+def _check_floor(name: str, similarity: dict[str, Any], recipe: Recipe) -> None:
+    from .recipes import shortfall
+
+    short = shortfall(similarity, recipe.floor)
+    if short is not None:
+        hint = f"try --recipe {recipe.demote_to}" if recipe.demote_to else "use PyTorch for it"
+        raise SimilarityError(f"{name} with recipe {recipe.name}: {short}; {hint}.")
+
+
+# Checkpoints
+
+
+def make_checkpoint(
+    encoder: EncoderWeights,
+    detected: Detected,
+    content: Fingerprint,
+    recipe: Recipe,
+    cache: EngineCache,
+    report: Report = _silent,
+) -> tuple[Entry, bool]:
+    """(the FP8 checkpoint's cache entry, whether it was there already)."""
+    if detected.is_octavo:
+        return _import_quantized(detected, content, cache)
+    key = checkpoint_key(encoder.spec, content, recipe)
+    if (entry := cache.get("checkpoint", key)) is not None:
+        return entry, True
+    with cache.lock(key, on_wait=_waiting(encoder.name, report)):
+        if (entry := cache.get("checkpoint", key)) is not None:
+            return entry, True
+        tensors, facts = _quantize(encoder, content, recipe, report)
+        report(Progress(encoder.name, "writing the FP8 checkpoint"))
+        return _store(cache, key, tensors, facts), False
+
+
+def _waiting(subject: str, report: Report) -> Callable[[float], None]:
+    return lambda waited: report(Progress(subject, "waiting for another process", int(waited)))
+
+
+def _store(
+    cache: EngineCache, key: CheckpointKey, tensors: dict[str, Tensor], facts: dict[str, Any]
+) -> Entry:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from .errors import CacheError
+
+    with cache.temporary("checkpoint", key) as temporary:
+        try:
+            save_file(tensors, temporary, metadata(facts))
+        except SafetensorError as error:  # it hides the system's error in a text
+            raise CacheError(
+                temporary.parent, f"the checkpoint could not be written ({error})",
+                "free some space or choose another folder with OCTAVO_CACHE",
+            ) from error  # fmt: skip
+        return cache.adopt("checkpoint", key, temporary, facts)
+
+
+def _import_quantized(
+    detected: Detected, content: Fingerprint, cache: EngineCache
+) -> tuple[Entry, bool]:
+    """A file Octavo wrote is its own checkpoint; it enters the cache under its content."""
+    source = open_quantized(detected.file.path)
+    key = CheckpointKey(
+        source.spec.facts(), content.body, content.projection, "octavo file", "none", SCHEMA
+    )
+    if (entry := cache.get("checkpoint", key)) is not None:
+        return entry, True
+    with cache.lock(key), cache.temporary("checkpoint", key) as temporary:
+        shutil.copyfile(source.path, temporary)
+        return cache.adopt("checkpoint", key, temporary, source.facts), False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Held-out prompts of one encoder: `rows` of token ids and their embeddings [B, S, C] FP32."""
+
+    rows: list[list[int]]
+    embeds: Tensor
+    projection: Tensor | None
+
+
+def sample(
+    spec: ClipSpec,
+    read: Callable[[str], Tensor],
+    projection: bool,
+    count: int = HELD_OUT_PROMPTS,
+    name: Literal["calibration", "held_out"] = "held_out",
+) -> Sample:
+    """The first `count` prompts of a shipped set, padded as hosts pad them."""
+    from .backends.torch_ops import embed_tokens
+    from .encoders.clip import PROJECTION
+
+    rows = prompts.padded(prompts.load_tokens(name)[:count], spec.positions, spec.pad_token)
+    return Sample(rows, embed_tokens(read, rows), read(PROJECTION).float() if projection else None)
+
+
+def _quantize(
+    encoder: EncoderWeights, content: Fingerprint, recipe: Recipe, report: Report
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Calibrate, quantize and measure: (the checkpoint's tensors, its facts)."""
+    from .backends.torch_ops import ReferenceEncoder
+    from .calibrate import calibrate
+    from .checkpoints.quantized import quantized_tensors
+    from .verify import reference_run, states_of
+
+    spec, read = encoder.spec, encoder.read
+    has_projection = encoder.projection_shape is not None
+
+    def step(phase: str) -> Callable[[int, int], None]:
+        return lambda done, total: report(Progress(encoder.name, phase, done, total))
+
+    report(Progress(encoder.name, "loading the FP32 reference"))
+    reference = ReferenceEncoder(spec, read)
+    held_out = sample(spec, read, has_projection)
+    expected = states_of(
+        reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
+        progress=step("running the FP32 reference"),
+    )  # fmt: skip
+    input_amax, weight_amax, method = {}, None, "none"
+    if recipe.calibrated:
+        embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds
+        ranges = calibrate(reference, embeds.split(BATCH), recipe, progress=step("calibrating"))
+        input_amax, weight_amax, method = ranges.input_amax, ranges.weight_amax, ranges.method
+    del reference  # the widened weights; what follows reads the file again, one tensor at a time
+    report(Progress(encoder.name, "quantizing"))
+    structure = recipe.structure(spec.linears())
+    tensors = quantized_tensors(
+        spec, read, structure, input_amax, weight_amax=weight_amax, projection=has_projection
+    )
+    similarity, judge = similarity_of(
+        spec, structure, recipe.body, tensors.__getitem__, held_out, expected,
+        progress=step("verifying the graph"),
+    )  # fmt: skip
+    facts = {
+        "spec": spec.facts(),
+        "structure": structure,
+        "body": recipe.body,
+        "recipe": recipe.name,
+        "calibration": {
+            "method": method,
+            "prompts": recipe.prompts if recipe.calibrated else 0,
+            "set": prompts.set_id("calibration"),
+        },
+        "similarity": {**similarity.facts(), "judge": judge},
+        "source": {
+            "key": encoder_key(spec, content),
+            "body": content.body,
+            "projection": content.projection,
+        },
+    }
+    return tensors, facts
+
+
+def similarity_of(
+    spec: ClipSpec,
+    structure: Structure,
+    body: Body,
+    read: Callable[[str], Tensor],
+    held_out: Sample,
+    expected: States,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    mask: bool = False,
+) -> tuple[Similarity, str]:
+    """(similarity to FP32, who judged): ONNX Runtime on the graph, else the FP8 arithmetic in PyTorch.
+
+    ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin, with
+    the weights rounded to bf16.
+    """
+    from .backends.plan_inputs import plan_weights
+    from .verify import graph_run, measure, states_of
+
+    weights = plan_weights(spec, structure, read, body)
+    try:
+        import onnxruntime
+    except ImportError:
+        run, judge = _torch_run(spec, structure, read, body), "torch"
+    else:
+        twin: Body = "float32" if body == "bfloat16" else body
+        graph = emit(spec, structure, body=twin, mask=mask)
+        if twin != body:
+            weights = {n: w.float() if w.dtype.itemsize > 1 else w for n, w in weights.items()}
+        run, judge = graph_run(graph, weights), f"onnxruntime {onnxruntime.__version__}"
+    got = states_of(
+        run, held_out.embeds, held_out.rows, held_out.projection, batch=8, progress=progress
+    )
+    return measure(expected, got), judge
+
+
+def _torch_run(
+    spec: ClipSpec, structure: Structure, read: Callable[[str], Tensor], body: Body
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    import torch
+
+    from .backends.fp8_ops import Fp8Weights
+    from .backends.torch_fp8 import TorchFp8Engine
+
+    names = [n for n in spec.tensors() if "embeddings.token" not in n]
+    names += [
+        linear + part
+        for linear, precision in structure.items() if precision == "fp8"
+        for part in (".weight_scale", ".input_scale")
+    ]  # fmt: skip
+    weights = Fp8Weights.from_tensors(spec, {n: read(n) for n in names}, getattr(torch, body))
+    engine = TorchFp8Engine(spec, weights, torch.device("cpu"), graphs=False)
+
+    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, last = engine.encode(embeds)
+        return hidden[-2], last
+
+    return run
+
+
+# Plans
+
+
+def make_plan(
+    subject: str,
+    checkpoint: QuantizedCheckpoint,
+    checkpoint_id: str,
+    target: Target,
+    cache: EngineCache,
+    *,
+    body: Body,
+    flavour: Flavour = "tensorrt_rtx",
+    embed: bool = False,
+    mask: bool = False,
+    report: Report = _silent,
+) -> tuple[Engine, int]:
+    """(the plan for `target`, peak resident bytes of its builder; 0 if it was in the cache)."""
+    start = time.monotonic()
+    spec, structure = checkpoint.spec, checkpoint.structure
+    key = plan_key(
+        spec, structure, body, target.sms,  # type: ignore[arg-type]
+        flavour=flavour, mask=mask, checkpoint=checkpoint_id if embed else None,
+    )  # fmt: skip
+
+    def engine(entry: Entry, cached: bool) -> Engine:
+        facts = entry.key_facts
+        return Engine(
+            target.gpu, tuple(facts["sms"]), facts["flavour"], facts["version"], facts["weights"],
+            entry.key, str(entry.path), entry.size_bytes, round(time.monotonic() - start, 3), cached,
+        )  # fmt: skip
+
+    if (entry := find_plan(cache, key)) is not None:
+        return engine(entry, True), 0
+    with cache.lock(key, on_wait=_waiting(subject, report)):
+        if (entry := find_plan(cache, key)) is not None:
+            return engine(entry, True), 0
+        report(Progress(subject, f"emitting ONNX for {target.gpu}"))
+        graph = _graph(checkpoint, body, mask=mask, embed=embed)
+        request = BuildRequest(
+            flavour=flavour,
+            onnx=graph.model,
+            sms=() if flavour == "tensorrt" else target.sms,
+            profile=_profile(spec, graph),
+            weights=_external_places(checkpoint, graph),
+            layer_report=True,
+        )
+        with cache.temporary("plan", key) as temporary:
+            built = build_plan(
+                request,
+                target=temporary,
+                progress=lambda p: report(
+                    Progress(subject, f"compiling for {target.gpu}: {p.phase}", p.step, p.of)
+                ),
+            )
+            layers = built.layers
+            facts = {
+                "seconds": round(built.seconds, 3),
+                "peak_rss_bytes": built.peak_rss_bytes,
+                "layers": layers.facts() if layers is not None else None,
+                "encoder": spec.family,
+            }
+            entry = cache.adopt("plan", key, temporary, facts)
+        return engine(entry, False), built.peak_rss_bytes
+
+
+def find_plan(cache: EngineCache, key: PlanKey) -> Entry | None:
+    """The plan of `key`, or one built for more SMs that holds all of the key's."""
+    if (entry := cache.get("plan", key)) is not None:
+        return entry
+    wanted = set(key.sms)
+    for entry in cache.find_plans(key.facts, sm=key.sms[0], verify=False):
+        if wanted <= set(entry.key_facts["sms"]):
+            whole = cache.get("plan", entry.key)
+            if whole is not None:
+                return whole
+    return None
+
+
+def _profile(
+    spec: ClipSpec, graph: Graph
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    def shapes(*tail: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        low, best, high = ((batch, *tail) for batch in BATCHES)
+        return low, best, high
+
+    profile = {"embeds": shapes(spec.positions, spec.width)}
+    if graph.mask:
+        profile["mask"] = shapes(spec.positions)
+    return profile
+
+
+def _graph(checkpoint: QuantizedCheckpoint, body: Body, *, mask: bool, embed: bool) -> Graph:
+    if not embed:
+        return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask)  # type: ignore[arg-type]
+    from .backends.plan_inputs import embedded_weights
+
+    weights = embedded_weights(checkpoint, body)
+    return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask, embed=weights)  # type: ignore[arg-type]
+
+
+def _external_places(
+    checkpoint: QuantizedCheckpoint, graph: Graph
+) -> dict[str, tuple[str, int, int]]:
+    places = checkpoint.locations() if graph.external else {}
+    return {
+        name: (str(checkpoint.path), *places[external.tensor])
+        for name, external in graph.external.items()
+    }
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy atomically; raises `FileError` in one sentence. `target` is replaced if it is there."""
+    target = Path(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise FileError(target, "is a folder", "give --output the name of a file")
+        handle, name = tempfile.mkstemp(prefix=target.stem[:32] + ".", suffix=".tmp", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as out, source.open("rb") as data:
+                shutil.copyfileobj(data, out, 16 * 2**20)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(name, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise FileError(
+            target, f"cannot be written ({error.strerror or error})",
+            "free some space or give --output another place",
+        ) from error  # fmt: skip
+
+
+# Verification
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One encoder measured again on all held-out prompts."""
+
+    name: str
+    family: str
+    key: str
+    similarity: dict[str, Any]
+    judge: str
+    shortfall: str | None
+
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.shortfall is None}
+
+
+def floor_facts(recipe: Recipe) -> dict[str, float]:
+    return asdict(recipe.floor)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    recipe: Recipe,
+    cache: EngineCache | None = None,
+    encoders: Sequence[str] = (),
+    activation: str | None = None,
+    report: Report = _silent,
+) -> list[Verified]:
+    """Measure the checkpoint of `path` (made if the cache has none) against FP32, on every held-out prompt.
+
+    A file that Octavo wrote has no FP32 weights: its graph is measured against its own FP8 weights,
+    widened. Raises `OctavoError` for bad input; a shortfall is in the result.
+    """
+    from .backends.torch_ops import ReferenceEncoder
+    from .verify import reference_run, states_of
+
+    cache = cache or EngineCache()
+    detected = detect(path, activation=activation)
+    memo = Memo(cache.root)
+    results = []
+    for encoder in select(detected, encoders):
+        content = content_of(encoder, detected, memo, report)
+        entry, _ = make_checkpoint(encoder, detected, content, recipe, cache, report)
+        checkpoint = open_quantized(entry.path)
+        read = checkpoint.dense if detected.is_octavo else encoder.read
+        spec = encoder.spec
+        held_out = sample(spec, read, encoder.projection_shape is not None, 10**9)
+        reference = ReferenceEncoder(spec, read)
+        expected = states_of(
+            reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
+            progress=lambda d, t: report(Progress(encoder.name, "running the FP32 reference", d, t)),
+        )  # fmt: skip
+        del reference
+        similarity, judge = similarity_of(
+            spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,  # type: ignore[arg-type]
+            progress=lambda d, t: report(Progress(encoder.name, "running the graph", d, t)),
+        )  # fmt: skip
+        from .recipes import shortfall
+
+        results.append(
+            Verified(
+                encoder.name, spec.family, entry.key, similarity.facts(), judge,
+                shortfall(similarity.facts(), recipe.floor),
+            )  # fmt: skip
+        )
+    return results

@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""The machine as frozen facts. `probe()` is the only reader; decisions take a `Device` as argument."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+
+FP8_SM = 89  # Ada; the first NVIDIA generation with FP8 tensor cores
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. `sm` is 10 * major + minor (89, 120); sizes in bytes; None = not known."""
+
+    type: str  # "cuda", "cpu", or another torch device type
+    index: int = 0
+    name: str = "CPU"
+    sm: int | None = None
+    memory_bytes: int | None = None
+    driver: str | None = None
+    cuda: str | None = None  # the CUDA version torch was built for
+    torch: str | None = None
+    triton: bool = False
+    platform: str = sys.platform
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.type == "cuda" and self.sm is not None and self.sm >= FP8_SM
+
+    def describe(self) -> str:
+        sm = f" (SM {self.sm // 10}.{self.sm % 10})" if self.sm is not None else ""
+        return f"{self.name}{sm}"
+
+
+def probe(device: object = None) -> Device:
+    """Read the facts of `device` (a torch device, string or index; None = the current GPU or CPU)."""
+    import importlib.util
+
+    import torch
+
+    triton = importlib.util.find_spec("triton") is not None
+    common = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton}
+    wanted = torch.device(device) if device is not None else None  # type: ignore[call-overload]
+    if wanted is None:
+        wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type != "cuda" or torch.version.hip is not None:
+        kind = "rocm" if torch.version.hip is not None and wanted.type == "cuda" else wanted.type
+        return Device(kind, wanted.index or 0, platform.processor() or "CPU", **common)
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    facts = torch.cuda.get_device_properties(index)
+    return Device(
+        "cuda",
+        index,
+        facts.name,
+        facts.major * 10 + facts.minor,
+        facts.total_memory,
+        _driver_version(),
+        **common,
+    )
+
+
+def _driver_version() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    except Exception:  # any NVML fault only means that the version is not known
+        return None
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process so far, in bytes (0 where the system does not tell)."""
+    if sys.platform == "win32":
+        try:
+            import psutil
+        except ImportError:
+            return 0
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

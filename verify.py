@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""One metric for every comparison, and ONNX Runtime as the judge of the graph that was compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backends.onnx_ops import Graph
+from .backends.torch_ops import ReferenceEncoder, end_positions, pool
+from .errors import OctavoError
+
+ORT_MINIMUM = (1, 30)  # 1.24 rejects FP8 graphs ("MatMulIntegerToFloat")
+
+
+@dataclass(frozen=True)
+class States:
+    """What is compared: final normed state, hidden state before the last [B, S, C], pooled [B, P]."""
+
+    final: Tensor
+    penultimate: Tensor
+    pooled: Tensor | None
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosines against FP32 over all positions of `final` and `penultimate`; NaN counts as -1.
+
+    `token_mean` and `token_min` over both states; `pooled` the mean over the prompts, after the
+    projection, None where there is none; `max_abs_error` in units of the states.
+    """
+
+    token_mean: float
+    token_min: float
+    pooled: float | None
+    max_abs_error: float
+    prompts: int
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(reference: States, got: States) -> Similarity:
+    """Compare two sets of states of the same prompts; devices and float dtypes may differ."""
+
+    def cosine(a: Tensor, b: Tensor) -> Tensor:
+        # float64: on 16-bit states the rounding of the metric itself would show in the fourth digit
+        return F.cosine_similarity(a.double().cpu(), b.double().cpu(), dim=-1)
+
+    pairs = [(reference.final, got.final), (reference.penultimate, got.penultimate)]
+    tokens = torch.stack([cosine(a, b) for a, b in pairs]).nan_to_num(nan=-1.0)
+    error = max(float((a.double().cpu() - b.double().cpu()).abs().max()) for a, b in pairs)
+    pooled = None
+    if reference.pooled is not None and got.pooled is not None:
+        pooled = float(cosine(reference.pooled, got.pooled).nan_to_num(nan=-1.0).mean())
+    return Similarity(
+        float(tokens.mean()),
+        float(tokens.min()),
+        pooled,
+        error if math.isfinite(error) else math.inf,
+        len(reference.final),
+    )
+
+
+def states_of(
+    run: Callable[[Tensor], tuple[Tensor, Tensor]],
+    embeds: Tensor,
+    rows: Sequence[Sequence[int]],
+    projection: Tensor | None,
+    *,
+    batch: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> States:
+    """`run(embeds [b, S, C]) -> (penultimate, final)` over all `rows` in batches."""
+    finals, penultimates = [], []
+    for start in range(0, len(embeds), batch):
+        penultimate, final = run(embeds[start : start + batch])
+        finals.append(final.float())
+        penultimates.append(penultimate.float())
+        if progress:
+            progress(min(start + batch, len(embeds)), len(embeds))
+    final = torch.cat(finals)
+    pooled = None if projection is None else pool(final, end_positions(rows), projection.float())
+    return States(final, torch.cat(penultimates), pooled)
+
+
+def reference_run(reference: ReferenceEncoder) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The FP32 reference as a `run` for `states_of`."""
+
+    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            hidden, last = reference(embeds)
+        return hidden[-2], last
+
+    return run
+
+
+def graph_run(
+    graph: Graph, weights: Mapping[str, Tensor], *, model_path: str | None = None
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`graph` in ONNX Runtime on the CPU as a `run` for `states_of`.
+
+    `weights` are the inputs of a shared graph. An embedded graph names its checkpoint by a relative
+    path, so it must lie in a file (`model_path`) beside it. ONNX Runtime has no bf16 kernels: give the
+    float32 twin. Raises `OctavoError` if ONNX Runtime is missing or too old.
+    """
+    try:
+        import onnx
+        import onnxruntime as ort
+    except ImportError as error:
+        raise OctavoError(
+            f"verification needs onnxruntime and onnx ({error}); "
+            "install them with 'pip install \"octavo[verify]\"'."
+        ) from error
+    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if version < ORT_MINIMUM:
+        raise OctavoError(
+            f"onnxruntime {ort.__version__} cannot run FP8 graphs; "
+            "install 1.30 or newer with 'pip install -U onnxruntime'."
+        )
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        model_path or graph.model, options, providers=["CPUExecutionProvider"]
+    )
+    float8 = onnx.TensorProto.FLOAT8E4M3FN
+    body = getattr(torch, graph.body)
+    binding = session.io_binding()
+    held = []  # ONNX Runtime keeps addresses, not references
+    for name, tensor in weights.items():
+        tensor = tensor.contiguous()
+        if tensor.dtype == torch.float8_e4m3fn:
+            array = tensor.view(torch.uint8).numpy()
+            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, float8)
+        else:
+            array = tensor.numpy()
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+        held.append((tensor, array, value))
+        binding.bind_ortvalue_input(name, value)
+    wanted = (graph.outputs[-3], graph.outputs[-1])  # hidden state before the last, final state
+
+    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+        binding.bind_cpu_input("embeds", embeds.to(body).contiguous().numpy())
+        if graph.mask:
+            ones = torch.ones(embeds.shape[:2], dtype=torch.bool).numpy()
+            binding.bind_cpu_input("mask", ones)
+        binding.clear_binding_outputs()
+        for name in wanted:
+            binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        penultimate, final = (torch.from_numpy(a) for a in binding.copy_outputs_to_cpu())
+        return penultimate, final
+
+    run.held = held  # type: ignore[attr-defined]
+    return run
