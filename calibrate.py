@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends.amax_ops import AmaxOps
-from .backends.torch_ops import ReferenceEncoder
+from .backends.amax import AmaxRecorder
+from .backends.torch_ops import ModuleOps, ReferenceEncoder
 from .encoders import encode
 from .errors import OctavoError, QuantizationError
 from .recipes import Recipe
@@ -70,13 +70,13 @@ def calibrate(
             f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt; install it with "
             "'pip install nvidia-modelopt' or use 'max'."
         )
-    ops = AmaxOps(reference)
+    recorder = AmaxRecorder()
     with torch.no_grad():
         for done, embeds in enumerate(batches, 1):
-            encode(ops, reference.spec, embeds)
+            encode(ModuleOps(reference, recorder), reference.spec, embeds)
             if progress:
                 progress(done, len(batches))
-    return _checked(Calibration(ops.amax, None, "octavo max"), reference)
+    return _checked(Calibration(recorder.amax, None, "octavo max"), reference)
 
 
 def _with_modelopt(

@@ -94,7 +94,7 @@ def _refusal(name: EngineName, device: Device, packages: Packages, fp8: bool) ->
         return None
     package = packages.tensorrt_rtx if name == "tensorrt_rtx" else packages.tensorrt
     if isinstance(package, Missing):
-        return package.reason
+        return f"{package.reason}; {package.remedy}"
     if not packages.onnx:
         return "the package 'onnx', which writes the graph, is missing; 'pip install onnx'"
     if name == "tensorrt_rtx" and device.sm not in _RTX_SMS:
@@ -106,7 +106,7 @@ def _refusal(name: EngineName, device: Device, packages: Packages, fp8: bool) ->
 
 
 def _driver_refusal(device: Device, package: Installed) -> str | None:
-    needed = _MINIMUM_DRIVER.get(package.cuda)
+    needed = _MINIMUM_DRIVER.get(package.cuda or "")
     major = re.match(r"\d+", device.driver or "")
     if needed is None or major is None or int(major[0]) >= needed:
         return None

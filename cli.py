@@ -109,12 +109,12 @@ def inspect(
     Reads only what it must: shapes from the header, values for the content key (remembered while the
     file does not change).
     """
-    from .checkpoints import Memo, detect
+    from .checkpoints import detect
     from .compile import content_of, encoder_key
     from .engine_cache import EngineCache
 
     detected = detect(model, activation=activation)
-    memo = Memo(EngineCache(cache_dir).root)
+    cache = EngineCache(cache_dir)
     with _progress(json_file) as report:
         found = [
             {
@@ -125,7 +125,7 @@ def inspect(
                 "positions": e.spec.positions,
                 "prefix": e.prefix,
                 "dtype": e.dtype,
-                "key": encoder_key(e.spec, content_of(e, detected, memo, report)),
+                "key": encoder_key(e.spec, content_of(e, detected, cache, report)),
             }
             for e in detected.encoders
         ]
@@ -378,7 +378,7 @@ def show_build(result: BuildResult) -> None:
         )
         state = "from the cache" if built.checkpoint_cached else "calibrated now"
         click.echo(
-            f"  FP8 checkpoint {_size(built.checkpoint.size_bytes)} ({state}): {built.checkpoint.path}"
+            f"  FP8 checkpoint {_size(built.checkpoint.manifest.length)} ({state}): {built.checkpoint.path}"
         )
         if s:
             click.echo(
@@ -401,17 +401,17 @@ def show_build(result: BuildResult) -> None:
 
 
 def _entry_facts(entry: Any) -> dict[str, Any]:
-    facts, key = entry.facts, entry.key_facts
-    if entry.kind == "plan":
+    facts, key = entry.manifest.facts, entry.manifest.key_facts
+    if entry.manifest.kind == "plan":
         sms = ", ".join(f"SM {sm // 10}.{sm % 10}" for sm in key["sms"])
         what = f"{facts.get('encoder', 'encoder')} {key['weights']} for {sms}, {key['flavour']} {key['version']}"
     else:
         what = f"{facts.get('recipe', '?')}, {key['spec_facts']['layers']} x {key['spec_facts']['width']}"
     return {
-        "kind": entry.kind,
-        "key": entry.key,
+        "kind": entry.manifest.kind,
+        "key": entry.manifest.key,
         "path": str(entry.path),
-        "bytes": entry.size_bytes,
+        "bytes": entry.manifest.length,
         "last_use": entry.last_use,
         "what": what,
     }

@@ -116,9 +116,9 @@ class Built:
             "positions": spec.positions,
             "key": encoder_key(spec, self.fingerprint),
             "checkpoint": {
-                "key": self.checkpoint.key,
+                "key": self.checkpoint.manifest.key,
                 "path": str(self.checkpoint.path),
-                "bytes": self.checkpoint.size_bytes,
+                "bytes": self.checkpoint.manifest.length,
             },
             "engines": [asdict(engine) for engine in self.engines],
             "similarity": {name: self.similarity.get(name) for name in shown},
@@ -163,15 +163,17 @@ def select(detected: Detected, names: Sequence[str]) -> list[EncoderWeights]:
     return chosen
 
 
-def content_of(encoder: EncoderWeights, detected: Detected, memo: Memo | None, report: Report) -> Fingerprint:
-    """The encoder's fingerprint, from the memo if the file has not changed."""
-    if memo is not None and (known := memo.get(detected.file, encoder)) is not None:
+def content_of(
+    encoder: EncoderWeights, detected: Detected, cache: EngineCache, report: Report = _silent
+) -> Fingerprint:
+    """The encoder's fingerprint, from the cache's memo while the file has not changed."""
+    memo = Memo(cache.root)
+    if (known := memo.get(detected.file, encoder)) is not None:
         return known
     found = fingerprint(
         encoder, lambda done, total: report(Progress(encoder.name, "reading", done, total))
     )
-    if memo is not None:
-        memo.put(detected.file, encoder, found)
+    memo.put(detected.file, encoder, found)
     return found
 
 
@@ -195,10 +197,7 @@ def plan_key(
     """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable` without one."""
     package = installed(flavour)
     if isinstance(package, Missing):
-        extra = "rtx" if flavour == "tensorrt_rtx" else "tensorrt"
-        raise EngineUnavailable(
-            flavour, package.reason, f"install it with 'pip install \"octavo[{extra}]\"'"
-        )
+        raise EngineUnavailable(flavour, package.reason, package.remedy)
     gpu = driver = None
     if flavour == "tensorrt":  # its plans serve the very GPU and driver they were built on
         from .device import probe
@@ -213,7 +212,7 @@ def plan_key(
     return PlanKey(
         flavour=flavour,
         version=package.version,
-        cuda=package.cuda,
+        cuda=package.cuda or "unknown",
         sms=sms,
         profile={"batch": list(BATCHES), "positions": spec.positions, "mask": mask},
         program=PROGRAM_VERSION,
@@ -257,19 +256,18 @@ def build(
             path, f"holds {len(chosen)} encoders ({names}) for one output file",
             "name one with --encoder",
         )  # fmt: skip
-    memo = Memo(cache.root)
     result = BuildResult(str(detected.file.path), recipe.name, unsupported=detected.unsupported)
     for encoder in chosen:
-        content = content_of(encoder, detected, memo, report)
+        content = content_of(encoder, detected, cache, report)
         checkpoint, cached = make_checkpoint(encoder, detected, content, recipe, cache, report)
-        similarity = dict(checkpoint.facts.get("similarity") or {})
+        similarity = dict(checkpoint.manifest.facts.get("similarity") or {})
         _check_floor(encoder.name, similarity, recipe)
         if output is not None:
             copy_file(checkpoint.path, output)
         quantized = open_quantized(checkpoint.path)
         engines = [
             make_plan(
-                encoder.name, quantized, checkpoint.key, target, cache,
+                encoder.name, quantized, checkpoint.manifest.key, target, cache,
                 body=_body_of(quantized), flavour=flavour, embed=embed_weights, mask=mask,
                 report=report,
             )
@@ -526,10 +524,10 @@ def make_plan(
     )  # fmt: skip
 
     def engine(entry: Entry, cached: bool) -> Engine:
-        facts = entry.key_facts
+        facts = entry.manifest.key_facts
         return Engine(
             target.gpu, tuple(facts["sms"]), facts["flavour"], facts["version"], facts["weights"],
-            entry.key, str(entry.path), entry.size_bytes, round(time.monotonic() - start, 3), cached,
+            entry.manifest.key, str(entry.path), entry.manifest.length, round(time.monotonic() - start, 3), cached,
         )  # fmt: skip
 
     if (entry := find_plan(cache, key)) is not None:
@@ -545,7 +543,6 @@ def make_plan(
             sms=() if flavour == "tensorrt" else target.sms,
             profile=_profile(spec, graph),
             weights=_external_places(checkpoint, graph),
-            layer_report=True,
         )
         with cache.temporary("plan", key) as temporary:
             built = build_plan(
@@ -559,7 +556,11 @@ def make_plan(
             facts = {
                 "seconds": round(built.seconds, 3),
                 "peak_rss_bytes": built.peak_rss_bytes,
-                "layers": layers.facts() if layers is not None else None,
+                "layers": None if layers is None else {
+                    "fp8_gemms": len(layers.fp8_gemms),
+                    "other_gemms": len(layers.other_gemms),
+                    "attentions": len(layers.attentions),
+                },
                 "encoder": spec.family,
             }
             entry = cache.adopt("plan", key, temporary, facts)
@@ -572,8 +573,8 @@ def find_plan(cache: EngineCache, key: PlanKey) -> Entry | None:
         return entry
     wanted = set(key.sms)
     for entry in cache.find_plans(key.facts, sm=key.sms[0], verify=False):
-        if wanted <= set(entry.key_facts["sms"]):
-            whole = cache.get("plan", entry.key)
+        if wanted <= set(entry.manifest.key_facts["sms"]):
+            whole = cache.get("plan", entry.manifest.key)
             if whole is not None:
                 return whole
     return None
@@ -603,10 +604,10 @@ def _graph(checkpoint: QuantizedCheckpoint, body: Body, *, mask: bool, embed: bo
 
 def _external_places(
     checkpoint: QuantizedCheckpoint, graph: Graph
-) -> dict[str, tuple[str, int, int]]:
+) -> dict[str, tuple[Path, int, int]]:
     places = checkpoint.locations() if graph.external else {}
     return {
-        name: (str(checkpoint.path), *places[external.tensor])
+        name: (checkpoint.path, *places[external.tensor])
         for name, external in graph.external.items()
     }
 
@@ -677,10 +678,9 @@ def verify(
 
     cache = cache or EngineCache()
     detected = detect(path, activation=activation)
-    memo = Memo(cache.root)
     results = []
     for encoder in select(detected, encoders):
-        content = content_of(encoder, detected, memo, report)
+        content = content_of(encoder, detected, cache, report)
         entry, _ = make_checkpoint(encoder, detected, content, recipe, cache, report)
         checkpoint = open_quantized(entry.path)
         read = checkpoint.dense if detected.is_octavo else encoder.read
@@ -700,7 +700,7 @@ def verify(
 
         results.append(
             Verified(
-                encoder.name, spec.family, entry.key, similarity.facts(), judge,
+                encoder.name, spec.family, entry.manifest.key, similarity.facts(), judge,
                 shortfall(similarity.facts(), recipe.floor),
             )  # fmt: skip
         )

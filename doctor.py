@@ -83,7 +83,7 @@ def _cache_facts() -> dict[str, Any]:
     return {
         "root": str(cache.root),
         "entries": len(entries),
-        "bytes": sum(entry.size_bytes for entry in entries),
+        "bytes": sum(entry.manifest.length for entry in entries),
         "budget_bytes": cache.budget_bytes,
         "writable": _is_writable(cache.root),
     }

@@ -22,23 +22,28 @@ from ..encoders.clip import END_TOKEN, POSITIONS, TOKENS
 Read = Callable[[str], Tensor]
 
 
-class TorchOps(Ops[Tensor]):
-    """`Ops` through the leaves of a `ReferenceEncoder`, in that module's dtype."""
+Observe = Callable[[str, Tensor], None]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+
+class TorchOps(Ops[Tensor]):
+    """The weightless operations; a subclass knows where weights come from.
+
+    `observe(name, x)` is told the input of every linear before it runs (calibration).
+    """
+
+    def __init__(self, observe: Observe | None = None) -> None:
+        self._observe = observe
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def add_positions(self, x: Tensor, name: str) -> Tensor:
-        return x + self._module.get_parameter(name)[: x.shape[1]]
-
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return cast(Tensor, self._module.get_submodule(name)(x))
+        if self._observe is not None:
+            self._observe(name, x)
+        return self._linear(x, name)
 
-    def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        return cast(Tensor, self._module.get_submodule(name)(x))
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        raise NotImplementedError
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, mask: Tensor | None
@@ -50,6 +55,49 @@ class TorchOps(Ops[Tensor]):
 
     def gelu(self, x: Tensor) -> Tensor:
         return F.gelu(x)
+
+
+class ModuleOps(TorchOps):
+    """`Ops` through the leaves of a `ReferenceEncoder`, in that module's dtype."""
+
+    def __init__(self, module: nn.Module, observe: Observe | None = None) -> None:
+        super().__init__(observe)
+        self._module = module
+
+    def add_positions(self, x: Tensor, name: str) -> Tensor:
+        return x + self._module.get_parameter(name)[: x.shape[1]]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return cast(Tensor, self._module.get_submodule(name)(x))
+
+    def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return cast(Tensor, self._module.get_submodule(name)(x))
+
+
+class StreamedOps(TorchOps):
+    """`Ops` in FP32 over weights read one at a time: the reference in bounded memory.
+
+    `read(name)` may give any float dtype on any device; each weight is widened on `device` and dropped.
+    """
+
+    def __init__(
+        self, read: Read, device: torch.device | str, observe: Observe | None = None
+    ) -> None:
+        super().__init__(observe)
+        self._read, self._device = read, torch.device(device)
+
+    def _weight(self, name: str) -> Tensor:
+        return self._read(name).to(self._device).float()
+
+    def add_positions(self, x: Tensor, name: str) -> Tensor:
+        return x + self._weight(name)[: x.shape[1]]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._weight(name + ".weight"), self._weight(name + ".bias"))
+
+    def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        weight, bias = self._weight(name + ".weight"), self._weight(name + ".bias")
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None) -> Tensor:
@@ -108,7 +156,7 @@ class ReferenceEncoder(nn.Module):
         parent.add_module(last, leaf)
 
     def forward(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        return encode(TorchOps(self), self.spec, embeds, mask)
+        return encode(ModuleOps(self), self.spec, embeds, mask)
 
 
 def embed_tokens(read: Read, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -81,8 +81,8 @@ def _text_config(values: Mapping[str, Any]) -> TextConfig | None:
 def matching(config: Config | None, width: int, layers: int) -> TextConfig | None:
     """The config's facts if it is this encoder's: of these sizes.
 
-    Raises FileError where the user gave the folder and the sizes differ, UnsupportedEncoder where it
-    is the encoder's and says that Octavo's mathematics is not its own.
+    Raises FileError where the user gave the folder and the sizes differ, UnsupportedEncoder where
+    it is this encoder's and says that its mathematics is not CLIP's.
     """
     found = text_config(config) if config else None
     if config is None or found is None:

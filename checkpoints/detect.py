@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..encoders.clip import HEAD_DIM, PROJECTION, ClipSpec
-from ..encoders.ops import Activation
-from ..errors import FileError, UnsupportedEncoder
+from ..errors import FileError, OctavoError, UnsupportedEncoder
 from .configs import activation_of, matching
 from .files import DAMAGED, WeightsFile, open_weights, shown
 from .layouts import LAYER, LAYOUTS, LONG_CLIP_KEPT, Layout, Part, owner, projections
@@ -50,8 +49,14 @@ class EncoderWeights:
     file: WeightsFile = field(repr=False)
     _parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
 
+    @property
+    def scales(self) -> list[str]:
+        """Names in the file of what stands beside the FP8 weights of a checkpoint of Octavo's."""
+        names = self.file.tensors if self.dtype == "fp8" else ()
+        return sorted(n for n in names if n.startswith(self.prefix) and _OCTAVO_SCALES.search(n))
+
     def names(self) -> list[str]:
-        """Canonical names in the order of `ClipSpec.tensors`, the projection last if there is one."""
+        """Canonical names in the order of `ClipSpec.tensors`; a projection comes last."""
         return list(self._parts)
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -76,7 +81,7 @@ class EncoderWeights:
 
 @dataclass(frozen=True)
 class Detected:
-    """The CLIP text encoders of `file`, and one sentence for each other encoder that is left alone."""
+    """The CLIP text encoders of `file`, and a sentence for each other encoder, left as it is."""
 
     file: WeightsFile
     encoders: tuple[EncoderWeights, ...]
@@ -99,13 +104,15 @@ class _Left:
 def detect(
     file_or_path: WeightsFile | str | os.PathLike[str],
     *,
-    activation: Activation | None = None,
+    activation: str | None = None,
     heads: int | None = None,
 ) -> Detected:
     """Recognise every CLIP text encoder of a file; `activation` and `heads` override what it tells.
 
     Raises UnsupportedEncoder where there is none, FileError where one is damaged.
     """
+    if activation not in (None, "quick_gelu", "gelu"):
+        raise OctavoError(f"activation {shown(activation)} is not known; use quick_gelu or gelu.")
     if isinstance(file_or_path, WeightsFile):
         return _detect(file_or_path, activation, heads)
     file = open_weights(file_or_path)
@@ -116,7 +123,7 @@ def detect(
         raise
 
 
-def _detect(file: WeightsFile, activation: Activation | None, heads: int | None) -> Detected:
+def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Detected:
     encoders: list[EncoderWeights] = []
     left, towers = _other_encoders(file), []
     for prefix, layout in _candidates(file):
@@ -201,9 +208,8 @@ def _quantized(file: WeightsFile, prefix: str, layout: Layout) -> _Left | None:
     stored |= {n.rsplit(".", 1)[1] for n in scales}
     if not stored:
         return None
-    return _Left(
-        f"a CLIP text encoder at {shown(prefix)} stored as {_listed(sorted(stored))}", _PLAIN
-    )
+    what = f"a CLIP text encoder at {shown(prefix)} stored as {_listed(sorted(stored))}"
+    return _Left(what, _PLAIN)
 
 
 def _encoder(
@@ -211,7 +217,7 @@ def _encoder(
     prefix: str,
     layout: Layout,
     taken: set[str],
-    activation: Activation | None,
+    activation: str | None,
     heads: int | None,
 ) -> EncoderWeights:
     """The encoder at `prefix`, every tensor's shape checked. Raises FileError."""
@@ -244,7 +250,7 @@ def _spec(
     file: WeightsFile,
     prefix: str,
     layout: Layout,
-    activation: Activation | None,
+    activation: str | None,
     heads: int | None,
 ) -> ClipSpec:
     """The sizes, read from a few tensors, and by rule what no tensor tells."""
@@ -263,13 +269,14 @@ def _spec(
     fc1 = f"{prefix}{layout.blocks}0.{stem}weight"
     feed_forward, _ = _shape(file, fc1, ("feed-forward", width))
 
-    folder = prefix.partition("/")[0] + "/" if "/" in prefix else ""
-    config = file.configs.get(folder)
+    config = next((c for top, c in file.configs.items() if prefix.startswith(top)), None)
     told = matching(config, width, layers)
     if activation is None and config and told:
-        activation = activation_of(config, told)
+        kind = activation_of(config, told)
     elif activation is None:
-        activation = "quick_gelu" if width == 768 else "gelu"
+        kind = "quick_gelu" if width == 768 else "gelu"
+    else:
+        kind = "quick_gelu" if activation == "quick_gelu" else "gelu"
     if heads is None and told:
         heads = told.heads
     elif heads is None:
@@ -282,7 +289,7 @@ def _spec(
         raise FileError(file.path, fault, "correct the number of heads")
     eps = told.layer_norm_eps if told else 1e-5
     return ClipSpec(
-        layers, width, feed_forward, heads, positions, vocabulary, activation, layer_norm_eps=eps
+        layers, width, feed_forward, heads, positions, vocabulary, kind, layer_norm_eps=eps
     )
 
 

@@ -78,7 +78,7 @@ _TEXT_ENCODER_FOLDER = re.compile(r"text_encoder(_\d)?")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header tells of a tensor: safetensors' name of the dtype ("F16", "BF16", ...), shape."""
+    """What a header tells of a tensor; the dtype by its safetensors name ("F16", "BF16", ...)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Config:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells that a file on disk has not changed. `ctime_ns` is 0 on Windows (it is birth there)."""
+    """What shows that a file on disk has not changed. `ctime_ns` is 0 on Windows (birth there)."""
 
     path: str
     size: int
@@ -245,7 +245,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _TorchFile(_Source):
-    """A file of `torch.save`. Its names are inside a pickle, so that even listing them needs torch."""
+    """A file of `torch.save`. Its names are in a pickle, so that even listing them needs torch."""
 
     metadata: Mapping[str, str] = {}
 
@@ -279,8 +279,8 @@ def _torch_dtype(tensor: torch.Tensor) -> str:
 
 
 class _Inert:
-    """Stands in, while a file is read, for the few harmless classes that old training checkpoints name
-    beside their tensors; its instances hold nothing and do nothing."""
+    """Stands in, while a file is read, for the few harmless names that old training checkpoints
+    hold beside their tensors; its instances hold nothing and do nothing."""
 
     def __new__(cls, *_: object) -> _Inert:
         return object.__new__(cls)
@@ -351,8 +351,8 @@ class WeightsFile:
     """A model as the user has it, read-only: one file, the shards of one, or a folder of several.
 
     `tensors` by name (in a pipeline folder "text_encoder_2/" and so on stand before the name),
-    `metadata` of its safetensors headers, `configs` by the prefix they are for, `header_digest` (hex)
-    of all headers, `identities` of all files it was read from, taken before reading, at
+    `metadata` of its safetensors headers, `configs` by the prefix they are for, `header_digest`
+    (hex) of all headers, `identities` of all files it was read from, taken before reading, after
     `opened_ns`. A context manager; after `close` a read opens the file again.
     """
 
@@ -409,7 +409,7 @@ class WeightsFile:
 def open_weights(path: str | os.PathLike[str]) -> WeightsFile:
     """Open a model file, an index of shards, a model folder or a pipeline folder.
 
-    Only headers are read (of torch files the pickle). Raises FileError, UnsupportedEncoder for GGUF.
+    Only headers are read (of torch files the pickle). Raises FileError; of GGUF UnsupportedEncoder.
     """
     path = Path(path)
     try:
@@ -487,7 +487,7 @@ def _index_of_shard(path: Path) -> Path | None:
 
 
 def _source(path: Path) -> _Source:
-    """The file opened by what it holds; its suffix counts only where its first bytes tell nothing."""
+    """The file, opened by what it holds; its suffix counts only if its first bytes tell nothing."""
     with path.open("rb") as file:
         head = file.read(32)
     if not head:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from ..encoders.clip import PROJECTION
@@ -35,53 +36,65 @@ def fingerprint(
 ) -> Fingerprint:
     """Hash canonical names, shapes and values widened to fp32, little-endian, one block at a time.
 
-    The same tensors give the same digests from any packaging and from any of fp32, fp16 and bf16 that
-    holds the values exactly. `progress(done, total)` counts bytes of fp32. Raises FileError on NaN
-    or infinity, and for a checkpoint of Octavo's own, whose values are not the encoder's.
+    The same tensors give the same digests from any packaging, and from any of fp32, fp16 and bf16
+    that holds the values exactly. The scales of FP8 weights are part of the body. `progress(done,
+    total)` counts bytes of fp32. Raises FileError on NaN or infinity.
     """
-    if weights.dtype == "fp8":
-        fault = f"the encoder {weights.name} is in FP8 already"
-        raise FileError(weights.file.path, fault, "give the file it was made from")
-    shapes: dict[str, tuple[int, ...]] = weights.spec.tensors()
-    if weights.projection_shape is not None:
-        shapes[PROJECTION] = weights.projection_shape
-    total = sum(_bytes(shape) for shape in shapes.values())
+    shapes: dict[str, tuple[int, ...]] = dict(weights.spec.tensors())
+    total = 4 * sum(map(prod, (*shapes.values(), weights.projection_shape or (0,))))
     done = 0
-    body = hashlib.sha256(_SCHEMA)
-    projection: str | None = None
-    for name, shape in shapes.items():
-        digest = hashlib.sha256(_SCHEMA) if name == PROJECTION else body
-        digest.update(json.dumps([name, shape]).encode() + b"\n")
-        for block in _blocks(weights, name):
-            digest.update(block.numpy().astype("<f4", copy=False))
+
+    def feed(
+        digest: hashlib._Hash, name: str, tensor: torch.Tensor, sources: tuple[str, ...]
+    ) -> None:
+        nonlocal done
+        digest.update(json.dumps([name, tensor.shape]).encode() + b"\n")
+        for block in _blocks(tensor):
+            if block is None:
+                raise _not_finite(weights, tensor, sources)
+            digest.update(block.reshape(-1).numpy().astype("<f4", copy=False).data)
             done += block.numel() * 4
             if progress:
                 progress(done, total)
-        if name == PROJECTION:
-            projection = digest.hexdigest()
-    return Fingerprint(body.hexdigest(), projection)
+
+    body = hashlib.sha256(_SCHEMA)
+    for name in shapes:
+        feed(body, name, weights.read(name), weights.sources(name))
+    for source in weights.scales:
+        name = source.removeprefix(weights.prefix)
+        feed(body, name, weights.file.read(source), (source,))
+    if weights.projection_shape is None:
+        return Fingerprint(body.hexdigest(), None)
+    projection = hashlib.sha256(_SCHEMA)
+    feed(projection, PROJECTION, weights.read(PROJECTION), weights.sources(PROJECTION))
+    return Fingerprint(body.hexdigest(), projection.hexdigest())
 
 
-def _bytes(shape: tuple[int, ...]) -> int:
-    size = 4
-    for n in shape:
-        size *= n
-    return size
-
-
-def _blocks(weights: EncoderWeights, name: str) -> Iterator[torch.Tensor]:
-    """The tensor's rows in order, fp32, contiguous and finite."""
+def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in order, some of its rows at a time, widened to fp32."""
     import torch
 
-    tensor = weights.read(name)
-    row = tensor[0].numel()
-    step = max(1, _BLOCK_BYTES // (4 * row))
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    step = max(1, _BLOCK_BYTES // (4 * max(1, tensor[:1].numel())))
     for start in range(0, tensor.shape[0], step):
-        block = tensor[start : start + step].to(torch.float32).contiguous()
+        yield tensor[start : start + step].to(torch.float32).contiguous()
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """The blocks of a tensor, or None in the place of one that is not finite."""
+    import torch
+
+    for block in _rows(tensor):
         lowest, highest = torch.aminmax(block)  # one pass; NaN comes through
-        if not bool(torch.isfinite(lowest) & torch.isfinite(highest)):
-            count = sum(int((~torch.isfinite(rows)).sum()) for rows in tensor.split(step))
-            source = " and ".join(shown(n) for n in weights.sources(name))
-            fault = f"tensor {source} holds {count} values that are NaN or infinite"
-            raise FileError(weights.file.path, fault, "download or save the file again")
-        yield block
+        finite = bool(torch.isfinite(lowest) & torch.isfinite(highest))
+        yield block if finite else None
+
+
+def _not_finite(
+    weights: EncoderWeights, tensor: torch.Tensor, sources: tuple[str, ...]
+) -> FileError:
+    count = sum(block.numel() - int(block.isfinite().sum().item()) for block in _rows(tensor))
+    names = " and ".join(shown(name) for name in sources)
+    fault = f"tensor {names} holds {count} values that are NaN or infinite"
+    return FileError(weights.file.path, fault, "download or save the file again")

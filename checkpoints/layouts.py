@@ -23,7 +23,7 @@ _CANONICAL = re.compile(r"text_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias
 
 @dataclass(frozen=True)
 class Part:
-    """Where a canonical tensor, or some rows of it, lies: tensor `name`, which must have `shape`."""
+    """Where a canonical tensor lies: (some rows of) the tensor `name`, which must have `shape`."""
 
     name: str
     shape: tuple[int, ...]

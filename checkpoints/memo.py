@@ -11,63 +11,57 @@ import json
 import logging
 import os
 import re
-import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from .detect import EncoderWeights
 from .files import FileIdentity, WeightsFile
 from .fingerprint import Fingerprint
 
 _LOG = logging.getLogger(__name__)
-_SCHEMA = 1  # raise when canonical names, their order or the digest change
+_SCHEMA = 1  # raise it when canonical names, recognition or the digest change
 _MAX_ENTRIES = 256
 _MAX_BYTES = 4 * 1024 * 1024
-# As git's index: a file written this shortly before it was read may have been written again within
-# one tick of the file system's clock, and would look unchanged.
+# The rule of git's index: a file written so shortly before it was read may have been written again
+# within one tick of the file system's clock, and would look unchanged.
 RACY_NS = 2_000_000_000
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Memo:
-    """Fingerprints of the encoders of files, by encoder prefix, in `fingerprints.json` of a folder."""
+    """Fingerprints of the encoders of model files, in `fingerprints.json` of the cache's folder."""
 
     def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
         self.path = Path(cache_dir) / "fingerprints.json"
 
-    def get(self, path: str | os.PathLike[str], file: WeightsFile) -> dict[str, Fingerprint] | None:
-        """What was put for this path if the file, as it was opened, is still the same; else None."""
-        entry = self._entries().get(os.path.realpath(path))
-        if entry is None or entry["file"] != _facts(file):
-            return None
-        return {prefix: Fingerprint(*digests) for prefix, digests in entry["encoders"].items()}
+    def get(self, file: WeightsFile, encoder: EncoderWeights) -> Fingerprint | None:
+        """What was put for the encoder, if the file as it was opened is still the same."""
+        entry = self._entries().get(os.path.realpath(file.path), {})
+        digests = (
+            entry["encoders"].get(encoder.prefix) if entry.get("file") == _facts(file) else None
+        )
+        return Fingerprint(*digests) if digests else None
 
-    def put(
-        self,
-        path: str | os.PathLike[str],
-        file: WeightsFile,
-        fingerprints: Mapping[str, Fingerprint],
-    ) -> bool:
-        """Remember the fingerprints, the oldest entries making room; False where that is not safe
-        (the file has changed since it was opened, or less than two seconds before) or not possible."""
+    def put(self, file: WeightsFile, encoder: EncoderWeights, found: Fingerprint) -> bool:
+        """Remember a fingerprint, the oldest entry making room. False where that is impossible, or
+        unsafe: the file has changed since it was opened, or less than two seconds before."""
         try:
             unchanged = all(FileIdentity.of(i.path) == i for i in file.identities)
             changed_ns = max(max(i.mtime_ns, i.ctime_ns) for i in file.identities)
             if not unchanged or changed_ns + RACY_NS > file.opened_ns:
                 return False
             entries = self._entries()
-            key = os.path.realpath(path)
-            entries.pop(key, None)
-            entries[key] = {
-                "file": _facts(file),
-                "encoders": {prefix: [*astuple(f)] for prefix, f in fingerprints.items()},
-            }
-            kept = dict([*entries.items()][-_MAX_ENTRIES:])
+            key, facts = os.path.realpath(file.path), _facts(file)
+            entry = entries.pop(key, {"file": None})
+            if entry["file"] != facts:
+                entry = {"file": facts, "encoders": {}}
+            entry["encoders"][encoder.prefix] = [found.body, found.projection]
+            kept = dict([*entries.items(), (key, entry)][-_MAX_ENTRIES:])
             self._write(json.dumps({"schema": _SCHEMA, "entries": kept}))
         except OSError as error:
-            _LOG.warning("fingerprints are not remembered: %s", error)
+            _LOG.warning("a fingerprint is not remembered: %s", error)
             return False
         return True
 
@@ -100,20 +94,11 @@ def _facts(file: WeightsFile) -> list[Any]:
     return [file.header_digest, [[*astuple(identity)] for identity in file.identities]]
 
 
-def _is_sound(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("encoders"), dict)
-        and "file" in entry
-        and all(
-            isinstance(digests, list)
-            and len(digests) == 2
-            and isinstance(digests[0], str)
-            and _DIGEST.fullmatch(digests[0])
-            and (
-                digests[1] is None
-                or (isinstance(digests[1], str) and _DIGEST.fullmatch(digests[1]))
-            )
-            for digests in entry["encoders"].values()
-        )
+def _is_sound(entry: dict[str, Any]) -> bool:
+    """Whether an entry holds what `put` writes; raises on the crudest damage."""
+    return "file" in entry and all(
+        len(digests) == 2
+        and _DIGEST.fullmatch(digests[0]) is not None
+        and (digests[1] is None or _DIGEST.fullmatch(digests[1]) is not None)
+        for digests in entry["encoders"].values()
     )

@@ -3,9 +3,9 @@
 """The prompts that calibrate and verify, shipped as CLIP token ids so that no tokenizer is needed.
 
 `calibration.jsonl` and `held_out.jsonl` hold the texts, written for this purpose; the two
-`.tokens.json` files are made from them by `tools/tokenize_prompts.py`. Both sets are ordered so that
-every prefix is a mixture of kinds and lengths: a recipe may take the first N. The texts are tokenized
-as written; prompt weights stay in, which a host may parse away.
+`.tokens.json` files are made from them by `tools/tokenize_prompts.py`. Both sets are ordered so
+that every prefix is a mixture of kinds and lengths: a recipe may take the first N. The texts are
+tokenized as written; prompt weights stay in, which a host may parse away.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ __all__ = ["SetName", "load_tokens", "padded", "set_id"]
 def load_tokens(set_name: SetName) -> list[list[int]]:
     """Token ids of each prompt, without start and end, at most 246 (LongCLIP's 248 positions).
 
-    The first is the empty prompt, `[]`. Raises FileError where the shipped file is missing or damaged.
+    The first is the empty prompt, `[]`. In the held-out set the first three, with start and end,
+    take 2, 20 and (cut) 77 tokens. Raises FileError where the shipped file is missing or damaged.
     """
     path = _FOLDER / f"{set_name}.tokens.json"
     try:
         document = json.loads(path.read_bytes())
-        schema, tokens = document["schema"], document["tokens"]
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {document['schema']}, not {SCHEMA}")
+        return [list(map(int, row)) for row in document["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         fault = f"the shipped prompts cannot be read ({type(error).__name__}: {error})"
         raise FileError(path, fault, "install Octavo again") from error
-    if schema != SCHEMA:
-        fault = f"the shipped prompts have schema {schema}, not {SCHEMA}"
-        raise FileError(path, fault, "install Octavo again")
-    return [list(map(int, row)) for row in tokens]
 
 
 def padded(tokens: Iterable[Sequence[int]], positions: int, pad: int) -> list[list[int]]:
-    """Rows `[start, ids..., end, pad...]` of exactly `positions` ids, as ComfyUI and diffusers build them.
+    """Rows `[start, ids..., end, pad...]` of exactly `positions` ids, as the hosts build them.
 
     A prompt that is too long loses ids at its end, never the end token. `pad` is the end token for
     CLIP-L and 0 for CLIP-H and CLIP-G.
     """
     if positions < 2:
-        raise ValueError(f"positions is {positions}; a row needs 2, for the start and the end token")
+        raise ValueError(f"positions is {positions}, but start and end token alone need 2")
     rows = []
     for ids in tokens:
         row = [START_TOKEN, *ids[: positions - 2], END_TOKEN]

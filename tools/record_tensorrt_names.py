@@ -5,7 +5,7 @@
     python tools/record_tensorrt_names.py > tests/trt/data/tensorrt_names.json
 
 The bindings are a wheel of 1 MB, the libraries behind them one of gigabytes. The bindings import
-with stub libraries, so no library, GPU or driver is needed: only Linux x86-64, pip and a C compiler.
+with stub libraries, so only Linux x86-64, pip and a C compiler are needed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ SYMBOLS = (  # what the bindings import from the libraries: nm -D --undefined-on
     "getPluginRegistry",
     "initLibNvInferPlugins",
 )
+# Whatever a builder or a session may touch.
+CLASSES = """
+    Builder BuilderFlag DataType ExecutionContextAllocationStrategy HardwareCompatibilityLevel
+    IBuilderConfig ICudaEngine IExecutionContext IHostMemory ILayer ILogger INetworkDefinition
+    IOptimizationProfile IOutputAllocator IProgressMonitor IRuntimeConfig ISerializationConfig
+    IStreamReaderV2 IStreamWriter ITensor Logger MemoryPoolType NetworkDefinitionCreationFlag
+    OnnxParser ParserError ProfilingVerbosity Runtime TensorFormat TensorIOMode TensorLocation
+"""
 DUMP = """\
-import inspect, json, tensorrt_bindings as trt
+import json, sys, tensorrt_bindings as trt
 public = lambda thing: [name for name in dir(thing) if not name.startswith("_")]
-names = {"": public(trt)}
-names |= {n: public(getattr(trt, n)) for n in names[""] if inspect.isclass(getattr(trt, n))}
-unwanted = ("Layer", "Plugin", "Tactic", "Refitter")
-print(json.dumps({k: v for k, v in names.items() if not any(word in k for word in unwanted)}))
+names = {n: public(getattr(trt, n)) for n in sys.argv[1:] if hasattr(trt, n)}
+print(json.dumps({"": public(trt), **names}))
 """
 
 
@@ -55,7 +61,10 @@ def record(wheel: str, folder: Path) -> dict[str, list[str]]:
         subprocess.run(["cc", "-shared", "-fPIC", "-o", output, str(source)], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", DUMP], env=environment, check=True, stdout=subprocess.PIPE
+        [sys.executable, "-c", DUMP, *CLASSES.split()],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
     )
     names: dict[str, list[str]] = json.loads(done.stdout)
     return names

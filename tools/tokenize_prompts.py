@@ -5,9 +5,9 @@
     python tools/tokenize_prompts.py            write the files
     python tools/tokenize_prompts.py --check    write nothing; exit 1 if a file is stale
 
-The tokenizer is transformers' CLIPTokenizerFast, which ComfyUI and diffusers use too, on the vocabulary
-of open_clip_torch (its copy of OpenAI's): the installed package's, else the one in the wheel that pip
-downloads into a temporary folder.
+The tokenizer is the hosts' own, transformers' CLIPTokenizerFast, on OpenAI's vocabulary as found in
+open_clip_torch: in the installed package, else in the wheel that pip downloads into a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Encode = Callable[[str], list[int]]
 
 
 def clip_encoder() -> Encode:
-    """Text -> content ids, without start and end. Exits with a sentence where something is missing."""
+    """Text -> content ids, without start and end. SystemExit where a package is missing."""
     try:
-        from transformers import CLIPTokenizerFast
+        from transformers import CLIPTokenizerFast  # type: ignore[attr-defined]
     except ImportError:
         raise SystemExit("tokenize_prompts needs transformers; pip install transformers.") from None
     lines = gzip.decompress(_vocabulary()).decode("utf-8").split("\n")
-    # OpenAI's file holds more merges than CLIP uses: ids are 256 bytes, the same 256 at the end of a
-    # word, the merges in order, start and end.
+    # Ids are 256 bytes, the same 256 at the end of a word, the merges in order, start and end.
+    # OpenAI's file begins with a comment and holds more merges than CLIP uses.
     merges = lines[1 : 1 + VOCABULARY_SIZE - 2 * 256 - 2]
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -68,7 +68,7 @@ def clip_encoder() -> Encode:
 
 def _vocabulary() -> bytes:
     """The gzipped merges of CLIP's byte-pair encoding."""
-    installed = importlib.util.find_spec("open_clip")  # finds the folder, does not import the package
+    installed = importlib.util.find_spec("open_clip")  # finds the folder without importing it
     if installed is not None and installed.origin is not None:
         data = (Path(installed.origin).parent / VOCABULARY).read_bytes()
     else:
@@ -85,7 +85,7 @@ def _vocabulary() -> bytes:
 
 
 def token_file(source: bytes, encode: Encode) -> bytes:
-    """The bytes of a `.tokens.json` for the bytes of a `.jsonl`; one prompt a line, for readable diffs."""
+    """The bytes of a `.tokens.json` for those of a `.jsonl`; one prompt a line suits a diff."""
     source = source.replace(b"\r\n", b"\n")  # a checkout on Windows is not a change
     lines = source.decode("utf-8").rstrip("\n").split("\n")  # splitlines() also cuts at U+2028
     texts = [json.loads(line)["text"] for line in lines]

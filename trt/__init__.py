@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only place that imports TensorRT, in either flavour; nothing is imported until `load`.
 
-The two flavours have one API but for a few names, so no caller asks for the flavour: it asks
-`capabilities`. Two distributions of one flavour (cu12 and cu13) share an import name and overwrite each
-other, so both together are refused.
+The flavours share one API but for a few names, so no caller asks which one it has: it asks for
+`capabilities`. The cu12 and cu13 packages of a flavour overwrite each other, so both are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ _PIP: dict[Flavour, str] = {
     "tensorrt_rtx": 'pip install "tensorrt-rtx>=1.7,<1.8"',
     "tensorrt": 'pip install "tensorrt>=10.13"',
 }
+_loaded: dict[Flavour, ModuleType | Missing] = {}
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,10 @@ class Capabilities:
     """What a loaded TensorRT can do, asked of its names."""
 
     ahead_of_time: bool  # builds for named SMs, without a GPU
-    has_plan_stream: bool  # writes a plan in chunks
-    has_initializers: bool  # takes weights by address
     has_validity: bool  # judges a plan before it is deserialized
     has_runtime_cache: bool  # keeps the kernels it compiles at run time
     has_cuda_graphs: bool  # captures CUDA graphs by itself
-    has_kernel_specialization: bool  # compiles for the shapes it meets
-
-
-_loaded: dict[Flavour, ModuleType | Missing] = {}
+    has_kernel_specialization: bool  # compiles kernels for the shapes it meets
 
 
 def installed(flavour: Flavour) -> Installed | Missing:
@@ -69,14 +64,11 @@ def installed(flavour: Flavour) -> Installed | Missing:
         spec = None
     if spec is None or spec.origin is None:  # no origin: a mere folder of that name
         return Missing("the package is not installed in this Python", install)
-    found = {cuda: v for cuda in _CUDAS if (v := _version(f"{flavour}_{cuda}"))}
+    found = {cuda: version for cuda in _CUDAS if (version := _version(f"{flavour}_{cuda}"))}
     if len(found) > 1:
-        both = " ".join(f"{flavour}_{cuda}" for cuda in _CUDAS)
-        return Missing(
-            f"the packages for CUDA 12 and CUDA 13 are both installed (versions"
-            f" {' and '.join(found.values())}) and overwrite each other",
-            f"run: pip uninstall {both} {flavour}; then {install}",
-        )
+        both = " ".join(f"{flavour}_{cuda}" for cuda in found)
+        reason = f"{both.replace(' ', ' and ')} are both installed and overwrite each other"
+        return Missing(reason, f"run: pip uninstall {both} {flavour}; then {install}")
     for cuda, version in found.items():
         return Installed(version, cuda)
     if version := _version(flavour):
@@ -99,13 +91,10 @@ def load(flavour: Flavour) -> ModuleType:
 
 def capabilities(module: ModuleType) -> Capabilities:
     """Feature tests of a loaded module."""
-    runtime_config = getattr(module, "IRuntimeConfig", None)
     return Capabilities(
         ahead_of_time=hasattr(module, "ComputeCapability"),
-        has_plan_stream=hasattr(module.Builder, "build_serialized_network_to_stream"),
-        has_initializers=hasattr(module.OnnxParser, "load_initializer"),
         has_validity=hasattr(module.Runtime, "get_engine_validity"),
-        has_runtime_cache=hasattr(runtime_config, "create_runtime_cache"),
+        has_runtime_cache=hasattr(module.IRuntimeConfig, "create_runtime_cache"),
         has_cuda_graphs=hasattr(module, "CudaGraphStrategy"),
         has_kernel_specialization=hasattr(module, "DynamicShapesKernelSpecializationStrategy"),
     )
@@ -118,11 +107,12 @@ def _import(flavour: Flavour) -> ModuleType | Missing:
     repair = f"reinstall it with: {_PIP[flavour]} --force-reinstall"
     try:
         module = importlib.import_module(flavour)
+        module.Builder.build_serialized_network_to_stream  # noqa: B018 - the youngest name needed
+    except AttributeError as error:
+        return Missing(f"version {present.version} is too old or not whole ({error})", repair)
     except Exception as error:  # a broken native library may raise anything
         cause = " ".join(str(error).split()) or type(error).__name__
-        return Missing(f"version {present.version} is installed but cannot be imported ({cause})", repair)
-    if not hasattr(module, "Builder"):
-        return Missing(f"{module.__file__} is not TensorRT, it has no Builder", repair)
+        return Missing(f"version {present.version} cannot be imported ({cause})", repair)
     return module
 
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan from an ONNX graph, built in a child process.
 
-The builder is native code that may crash, run out of memory or run for minutes; in a process of its own
-none of this reaches the host, its memory is counted apart, and cancelling is a kill. The child is started
-from this package's folder, whatever that is called, because inside ComfyUI it has no importable name.
+The builder is native code that may crash, run out of memory or run for minutes. In a process of
+its own none of this reaches the host, its memory is counted apart, and cancelling is a kill. The
+child is started from this package's folder, because inside ComfyUI that has no importable name.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Shape = tuple[int, ...]
 class BuildRequest:
     """What to build: `onnx` is a serialized ModelProto, strongly typed.
 
-    `sms`: the GPUs one plan shall serve, 89 for 8.9; empty means the local GPU, which only the full
-    TensorRT builds for. `profile`: input name -> smallest, usual, largest shape, for every input with a
-    dynamic size. `weights`: initializer name -> file, offset and size in bytes, for initializers that the
-    graph declares as external; they are mapped, not copied.
+    `sms`: the GPUs one plan shall serve, 89 for 8.9; empty means the local GPU, for the full
+    TensorRT only. `profile`: input name -> smallest, usual, largest shape, for every input with a
+    dynamic size. `weights`: initializer name -> file, offset and size in bytes, for initializers
+    that the graph declares as external; they are mapped, not copied.
     """
 
     flavour: Flavour
@@ -75,8 +75,8 @@ class Progress:
 class BuiltPlan:
     """A plan on disk, flushed to it. `version` is what TensorRT said at run time.
 
-    `seconds`: parsing, compiling and writing, without the start of the process. `peak_rss_bytes`: of
-    the child alone, 0 where unknown. `layers`: None where the builder did not list them.
+    `seconds`: parsing, compiling and writing, not the start of the process. `peak_rss_bytes`: of
+    the child, 0 where unknown. `layers`: None where the builder listed none in the known form.
     """
 
     path: Path
@@ -98,10 +98,10 @@ def build_plan(
     cancel: threading.Event | None = None,
     timeout_s: float | None = None,
 ) -> BuiltPlan:
-    """Build `request` into `target` (replaced if it exists; None: a new temporary file, the caller's).
+    """Build `request` into `target`, which is overwritten (None: a new temporary file).
 
-    Blocks; `progress` is called from this thread. On any exception, Ctrl-C included, the child is dead
-    and the target gone when it leaves here.
+    Blocks; `progress` is called on this thread. When an exception leaves here, Ctrl-C and those of
+    `progress` included, the child is dead and the target gone.
 
     Raises `BuildError` (refused, crashed, killed, too slow), `EngineUnavailable` (no TensorRT),
     `FileError` (weights), `CacheError` (the target cannot be written), `Cancelled`.
@@ -147,37 +147,37 @@ def _build(
                 with suppress(OSError):
                     pipe and pipe.close()
         if "error" in outcome:
-            kind, fields = outcome["error"], outcome["fields"]
-            if kind == "BuildError":
-                raise errors.BuildError(*fields, log=_tail(log))
-            raise getattr(errors, kind)(*fields)
+            fields = outcome["fields"]
+            if "log" in fields:
+                fields["log"] = _tail(log)
+            raise getattr(errors, outcome["error"])(**fields)
         return _built(request, target, subject, outcome["plan"])
 
 
 def _start(subject: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # A process group of its own: Ctrl-C in a terminal must reach the parent only.
-    if sys.platform == "win32":
-        flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
-        group: dict[str, Any] = {"creationflags": flags}
-    else:
-        group = {"process_group": 0}
-    # -P: the current folder's modules are not the child's.
+    # -P: the modules of the current folder are not the child's.
     command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(_PACKAGE)]
     pipe = subprocess.PIPE
-    try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, **group)
+    try:  # in a process group of its own: Ctrl-C in a terminal shall reach the parent only
+        if sys.platform == "win32":
+            flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, creationflags=flags
+            )
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, process_group=0)
     except OSError as error:
         found = f"the builder process could not be started ({error})"
         raise errors.BuildError(subject, found, f"check that {sys.executable!r} runs") from error
 
 
 def _message(request: BuildRequest, target: Path) -> bytes:
+    spans = request.weights.items()
     job = {
         "flavour": request.flavour,
-        "sms": request.sms,
-        "profile": request.profile,
-        "weights": {n: (str(path.resolve()), *span) for n, (path, *span) in request.weights.items()},
-        "target": str(target.resolve()),
+        "sms": sorted(set(request.sms)),
+        "profile": dict(request.profile),
+        "weights": {name: (str(path.resolve()), at, size) for name, (path, at, size) in spans},
+        "target": str(target.absolute()),
         "sys_path": [os.path.abspath(entry) for entry in sys.path],
         "onnx_bytes": len(request.onnx),
     }
@@ -249,8 +249,8 @@ def _built(request: BuildRequest, target: Path, subject: str, plan: dict[str, An
 
 def _died(subject: str, code: int, log: tuple[str, ...]) -> errors.BuildError:
     """The error for a child that ended without a word, from its exit code."""
-    remedy = "see the log, and report it"
-    if code == -getattr(signal, "SIGKILL", 9):
+    remedy = "report it with its log"
+    if code == -9:
         found = "the builder was killed (SIGKILL), most likely because memory ran out"
         remedy = "close other programs, or build on a machine with more memory"
     elif code < 0:

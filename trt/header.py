@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The 64-byte header of a TensorRT for RTX plan, so that a truncated or foreign file never reaches it.
+"""The 64-byte header of a TensorRT for RTX plan, so that no truncated or foreign file reaches it.
 
-Observed on 1.7.1 (the format is not documented): without a GPU TensorRT itself checks neither size nor
-version nor SM. Little endian: 0x00 `vtrt`; 0x10 u64 size of the file; 0x18 four bytes of version; 0x20
-u32 mask of compute capabilities, one bit each in the order of `ComputeCapability`.
+Observed on 1.7.1, not documented: without a GPU TensorRT itself checks neither size, version nor
+SM. Little endian: 0x00 `vtrt`; 0x10 u64 size of the file; 0x18 four bytes of version; 0x20 u32 mask
+of compute capabilities.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 HEADER_BYTES = 64
 _MAGIC = b"vtrt"
-_SM_BITS = (75, 80, 86, 89, 120, 121)  # bit 6, also set in a plan for no named GPU, is unknown
+_SM_BITS = (75, 80, 86, 89, 120, 121)  # bit 6, set where no GPU was named, is unknown
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PlanHeader:
 
 
 def read_header(plan: bytes | Path) -> PlanHeader | None:
-    """Header of a plan's bytes (64 suffice) or file; None where it is none of TensorRT for RTX's.
+    """Header of a plan's bytes (64 suffice) or file; None if it is no plan of TensorRT for RTX.
 
     Raises OSError if the file cannot be read.
     """

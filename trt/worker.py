@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The child process in which a plan is built (build.py starts it and speaks for it).
+"""The child process in which a plan is built; build.py starts it and speaks for it.
 
-Protocol. In, on stdin: one line of JSON (the job), then the ONNX bytes; then the pipe stays open, and
-its end means that the parent is gone. Out, on what was stdout: JSON lines, `{"phase", "step", "of"}`
-any number of times, then one `{"plan": ...}` or `{"error": class name, "fields": [...]}`. Messages of
-TensorRT and tracebacks go to stderr. Never imports torch.
+In, on stdin: one line of JSON (the job), then the ONNX bytes; then the pipe stays open, and its end
+means that the parent is gone. Out, on what was stdout, a line of JSON each: `{"phase", "step",
+"of"}` any number of times, then one `{"plan"}` or `{"error", "fields"}`. TensorRT's messages and
+tracebacks go to stderr, where they outlive a crash. Never imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from .. import errors
 from . import capabilities, load
@@ -29,52 +29,39 @@ from .gpus import FP8_SM, sm_text
 
 REPORT_INTERVAL_S = 0.05
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_UNWRITABLE_REMEDY = "free some space there or choose another folder"
 
 Report = Callable[[dict[str, Any]], None]
-T = TypeVar("T")
 
 
 def main() -> None:
     """Read the job from stdin, build, report, and leave without TensorRT's teardown."""
-    report = _protocol()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
+    report = _open_protocol()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
     job = json.loads(sys.stdin.buffer.readline())
     onnx = sys.stdin.buffer.read(job["onnx_bytes"])
     _die_with_parent(Path(job["target"]))
-    with suppress(OSError):  # where memory runs out, the kernel should take this process, not a host
+    with suppress(OSError):  # if memory runs out, the kernel should take this process, not a host
         Path("/proc/self/oom_score_adj").write_text("500")
     sys.path[:] = job["sys_path"]  # find the packages that the parent finds
     try:
-        report({"plan": _Job(job, onnx, report).build()})
-    except errors.BuildError as error:
-        report({"error": "BuildError", "fields": [error.subject, error.reason, error.remedy]})
-    except errors.EngineUnavailable as error:
-        report({"error": "EngineUnavailable", "fields": [error.engine, error.reason, error.remedy]})
-    except (errors.FileError, errors.CacheError) as error:
-        fields = [error.path, error.fault, error.remedy]
-        report({"error": type(error).__name__, "fields": fields})
-    sys.stderr.flush()
+        report({"plan": _Build(job, onnx, report).run()})
+    except errors.OctavoError as error:  # its fields are its arguments, by name
+        report({"error": type(error).__name__, "fields": vars(error)})
     os._exit(0)
 
 
-class _Job:
-    """One build: the request's fields, TensorRT's objects, and the log they write to."""
+class _Build:
+    """One build: the job, TensorRT's objects, and the log they write to."""
 
     def __init__(self, job: dict[str, Any], onnx: bytes, report: Report) -> None:
-        self.onnx, self.report = onnx, report
-        self.sms: list[int] = sorted(set(job["sms"]))
-        self.profile: dict[str, list[list[int]]] = job["profile"]
-        self.weights: dict[str, tuple[str, int, int]] = job["weights"]
+        self.job, self.onnx, self.report = job, onnx, report
         self.target = Path(job["target"])
-        self.subject = f"plan for {sm_text(self.sms) if self.sms else 'the local GPU'}"
         self.trt: Any = load(job["flavour"])
-        self.can = capabilities(self.trt)
         self.log = _new_log(self.trt)
-        self.maps: list[Any] = []  # the parser and the builder read from these by address
+        self.maps: dict[str, Any] = {}  # the parser and the builder read from these by address
 
-    def build(self) -> dict[str, Any]:
-        self._check_targets()
+    def run(self) -> dict[str, Any]:
+        targets = self._targets()
         builder = self._made("builder", lambda: self.trt.Builder(self.log))
         flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         network = self._made("network", lambda: builder.create_network(flags))
@@ -84,11 +71,11 @@ class _Job:
         self.report({"phase": "Parsing the graph", "step": 0, "of": 0})
         self._parse(parser)
         self._check_fp8(network)
-        if self.can.ahead_of_time:
-            config.num_compute_capabilities = len(self.sms)
-            for index, sm in enumerate(self.sms):
-                config.set_compute_capability(self._compute_capability(sm), index)
-        # Part of the plan's bytes (not of their number), so it is not an option.
+        if targets:
+            config.num_compute_capabilities = len(targets)
+            for index, target in enumerate(targets):
+                config.set_compute_capability(target, index)
+        # It changes the plan's bytes (not their number), so it is no option.
         config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED
         config.progress_monitor = _new_monitor(self.trt, self.report)
         self._add_profile(builder, network, config)
@@ -102,85 +89,71 @@ class _Job:
             "layers": self.log.layers,
         }
 
-    def _check_targets(self) -> None:
-        if self.can.ahead_of_time and not self.sms:  # a plan for any GPU would claim SM 8.0 too
-            raise self._error("no GPU is named", "name at least one, such as rtx4090 or sm120")
-        if not self.can.ahead_of_time and self.sms:
-            raise self._error(
-                "the full TensorRT builds for the local GPU only",
-                "name no GPU, or use TensorRT for RTX to build for another one",
-            )
-        for sm in self.sms:
-            self._compute_capability(sm)
-
-    def _compute_capability(self, sm: int) -> Any:
-        known = self.trt.ComputeCapability
-        if member := getattr(known, f"SM{sm}", None):
-            return member
-        sms = [int(name[2:]) for name in known.__members__ if name.startswith("SM")]
-        found = f"TensorRT {self.trt.__version__} builds for {sm_text(sorted(sms))} only"
-        raise self._error(found, "name another GPU or install a newer version")
+    def _targets(self) -> list[Any]:
+        """TensorRT's names for the job's SMs; a plan for none would claim SM 8.0 too."""
+        sms: list[int] = self.job["sms"]
+        if not capabilities(self.trt).ahead_of_time:
+            if sms:
+                remedy = "name no GPU, or use TensorRT for RTX to build for another one"
+                raise self._error("the full TensorRT builds for the local GPU only", remedy)
+            return []
+        known = self.trt.ComputeCapability.__members__
+        if not sms or any(f"SM{sm}" not in known for sm in sms):
+            served = sm_text(int(name[2:]) for name in known if name.startswith("SM"))
+            remedy = f"name one that TensorRT {self.trt.__version__} builds for: {served}"
+            raise self._error("that GPU is not supported" if sms else "no GPU is named", remedy)
+        return [known[f"SM{sm}"] for sm in sms]
 
     def _parse(self, parser: Any) -> None:
-        if not self.weights:
-            parsed = parser.parse(self.onnx)
-        elif not self.can.has_initializers:
-            found = f"TensorRT {self.trt.__version__} cannot take weights by address"
-            raise self._error(found, "install a newer version or build a shared plan")
-        else:
+        if self.job["weights"]:
             parsed = parser.load_model_proto(self.onnx) and self._load_weights(parser)
             parsed = parsed and parser.parse_model_proto()
+        else:
+            parsed = parser.parse(self.onnx)
         if not parsed:
             faults = [parser.get_error(i) for i in range(parser.num_errors)]
-            said = "; ".join(
-                f"node {e.node_name()} ({e.node_operator()}): {e.desc()}" if e.node_name() else e.desc()
-                for e in faults
-            )
-            found = f"the parser refused the graph: {said or self._first_complaint()}"
-            raise self._error(found, "report it with this message if Octavo wrote the graph")
+            said = [f"{e.node_name()} {e.node_operator()} {e.desc()}".strip() for e in faults]
+            found = f"TensorRT cannot read the graph ({'; '.join(said) or self.log.cause})"
+            raise self._error(found, "report it with this message")
 
     def _load_weights(self, parser: Any) -> bool:
         """Point the parser at the mapped files; nothing is copied."""
         import numpy as np  # here: a shared plan needs none of it
 
-        mapped: dict[str, Any] = {}
-        for name, (path, offset, size) in self.weights.items():
-            if path not in mapped:
-                try:
-                    mapped[path] = np.memmap(path, np.uint8, "r")
-                except (OSError, ValueError) as error:  # ValueError: an empty file
-                    raise errors.FileError(path, f"cannot be mapped ({error})", "check it") from None
-                self.maps.append(mapped[path])
-            if offset + size > mapped[path].nbytes:
+        for name, (path, offset, size) in self.job["weights"].items():
+            try:
+                if path not in self.maps:
+                    self.maps[path] = np.memmap(path, np.uint8, "r")
+            except (OSError, ValueError) as error:  # ValueError: an empty file
+                fault, remedy = f"cannot be mapped ({error})", "check the file"
+                raise errors.FileError(path, fault, remedy) from None
+            if offset + size > self.maps[path].nbytes:
                 fault = f"ends before the {size} bytes of {name} at {offset}"
-                raise errors.FileError(path, fault, "download or write it again")
-            if not parser.load_initializer(name, mapped[path].ctypes.data + offset, size):
+                raise errors.FileError(path, fault, "write or download it again")
+            if not parser.load_initializer(name, self.maps[path].ctypes.data + offset, size):
                 found = f"the graph has no initializer {name} of {size} bytes"
                 raise self._error(found, "give the weights that the graph was written for")
         return True
 
     def _check_fp8(self, network: Any) -> None:
-        old = [sm for sm in self.sms if sm < FP8_SM]
-        if not old:
-            return
-        fp8 = self.trt.DataType.FP8
-        layers = (network.get_layer(i) for i in range(network.num_layers))
-        if any(la.get_output(i).dtype == fp8 for la in layers for i in range(la.num_outputs)):
+        old = [sm for sm in self.job["sms"] if sm < FP8_SM]
+        layers = (network.get_layer(i) for i in range(network.num_layers if old else 0))
+        outputs = (layer.get_output(i) for layer in layers for i in range(layer.num_outputs))
+        if any(output.dtype == self.trt.DataType.FP8 for output in outputs):
             found = f"{sm_text(old)} has no FP8, which needs SM 8.9 or newer"
             raise self._error(found, "name an RTX 40 or RTX 50 card, or choose a 16-bit recipe")
 
     def _add_profile(self, builder: Any, network: Any, config: Any) -> None:
+        shapes: dict[str, list[list[int]]] = self.job["profile"]
         inputs = {network.get_input(i).name for i in range(network.num_inputs)}
-        if unknown := sorted(set(self.profile) - inputs):
-            found = f"the shape profile names {', '.join(unknown)}"
-            raise self._error(found, f"name inputs of the graph: {', '.join(sorted(inputs))}")
-        if not self.profile:
-            return
+        if unknown := sorted(set(shapes) - inputs):
+            found = f"its shapes are given for {', '.join(unknown)}, which the graph has not"
+            raise self._error(found, "name inputs of the graph")
         profile = self._made("optimization profile", builder.create_optimization_profile)
-        for name, (smallest, usual, largest) in self.profile.items():
+        for name, (smallest, usual, largest) in shapes.items():
             profile.set_shape(name, smallest, usual, largest)
-        if config.add_optimization_profile(profile) < 0:
-            found = f"the shape profile is refused: {self._first_complaint()}"
+        if shapes and config.add_optimization_profile(profile) < 0:
+            found = f"its shapes are refused ({self.log.cause})"
             raise self._error(found, "give smallest <= usual <= largest, of the input's rank")
 
     def _write(self, builder: Any, network: Any, config: Any) -> tuple[int, str]:
@@ -188,60 +161,53 @@ class _Job:
         try:
             with self.target.open("wb") as file:
                 writer = _new_writer(self.trt, file)
-                if self.can.has_plan_stream:
-                    done = builder.build_serialized_network_to_stream(network, config, writer)
-                else:
-                    plan = builder.build_serialized_network(network, config)
-                    done = plan is not None and writer.write(plan)
-                if writer.failure:  # TensorRT itself reports success then
+                built = builder.build_serialized_network_to_stream(network, config, writer)
+                if writer.failure:  # TensorRT itself takes that for a success
                     raise writer.failure
-                if not done:
-                    found = f"TensorRT built no plan: {self._first_complaint()}"
+                if not built:
+                    found = f"TensorRT built none ({self.log.cause})"
                     raise self._error(found, "report it with this message")
-                self.report({"phase": "Writing the plan", "step": 0, "of": 0})
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             fault = f"the plan could not be written ({error.strerror or error})"
-            raise errors.CacheError(self.target, fault, _UNWRITABLE_REMEDY) from None
+            remedy = "free some space there or choose another folder"
+            raise errors.CacheError(self.target, fault, remedy) from None
         return writer.size, writer.digest.hexdigest()
 
-    def _made(self, noun: str, make: Callable[[], T | None]) -> T:
-        """What `make` returns; TensorRT answers null or raises where it cannot."""
-        reason = "TensorRT gave none"
+    def _made(self, noun: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns; where TensorRT cannot, it answers null or raises."""
         try:
-            if (thing := make()) is not None:
-                return thing
+            thing, reason = make(), self.log.cause
         except Exception as error:
-            reason = str(error)
-        said = self.log.complaints[0] if self.log.complaints else reason
-        # The usual cause is a driver older than the CUDA that TensorRT was built with, or no GPU.
-        raise self._error(f"no {noun} could be created ({said})", "check GPU and driver: octavo doctor")
-
-    def _first_complaint(self) -> str:
-        """The root cause comes first in TensorRT's log; what follows are its consequences."""
-        return self.log.complaints[0] if self.log.complaints else "it gave no reason"
+            thing, reason = None, f"{self.log.cause}; {error}"
+        if thing is None:  # the usual cause: no GPU, or a driver older than TensorRT's CUDA
+            raise self._error(f"TensorRT made no {noun} ({reason})", "check GPU and driver")
+        return thing
 
     def _error(self, found: str, remedy: str) -> errors.BuildError:
-        return errors.BuildError(self.subject, found, remedy)
+        sms = self.job["sms"]
+        return errors.BuildError(
+            f"plan for {sm_text(sms) if sms else 'the local GPU'}", found, remedy
+        )
 
 
 def _new_log(trt: Any) -> Any:
-    class Log(trt.ILogger):  # type: ignore[misc]  # the base exists only once TensorRT is loaded
-        """Errors and warnings to stderr, where they outlive a crash; the layer list kept."""
+    class Log(trt.ILogger):  # type: ignore[misc]  # a base that exists once TensorRT is loaded
+        """`layers`: the builder's list. `cause`: its first error; the later ones follow from it."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.layers = ""
-            self.complaints: list[str] = []
+            self.layers, self.cause = "", "it gave no reason"
+            self.has_failed = False
 
         def log(self, severity: Any, message: str) -> None:
             if message.startswith("Layers:"):
                 self.layers += message + "\n"
             elif severity <= trt.ILogger.WARNING:
                 line = " ".join(message.split())
-                if severity <= trt.ILogger.ERROR:
-                    self.complaints.append(line)
+                if severity <= trt.ILogger.ERROR and not self.has_failed:
+                    self.has_failed, self.cause = True, line
                 print(line, file=sys.stderr, flush=True)
 
     return Log()
@@ -249,7 +215,7 @@ def _new_log(trt: Any) -> Any:
 
 def _new_monitor(trt: Any, report: Report) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Every phase once at its first start, its steps at most every 50 ms. Any thread calls it."""
+        """The first start of every phase, and steps at most every 50 ms. Called on any thread."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -275,7 +241,7 @@ def _new_monitor(trt: Any, report: Report) -> Any:
 
 def _new_writer(trt: Any, file: BinaryIO) -> Any:
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
-        """Chunks of a plan into `file`. A write that fails is kept: TensorRT does not stop for it."""
+        """A plan's chunks into `file`. TensorRT ignores a failed write, so it is kept."""
 
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
@@ -297,7 +263,7 @@ def _new_writer(trt: Any, file: BinaryIO) -> Any:
     return Writer()
 
 
-def _protocol() -> Report:
+def _open_protocol() -> Report:
     """Take stdout for the protocol; what native code prints goes to stderr instead."""
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -314,49 +280,27 @@ def _protocol() -> Report:
 def _die_with_parent(target: Path) -> None:
     """End this process, and what it has written, when the parent ends, however that happens."""
 
-    def leave() -> None:
+    def leave_after(wait: Callable[[], object]) -> None:
+        wait()
         with suppress(OSError):
             target.unlink()
         os._exit(1)
 
-    def watch_pipe() -> None:
-        while os.read(0, 1):
-            pass
-        leave()
-
-    threading.Thread(target=watch_pipe, daemon=True).start()
-    if sys.platform == "linux":  # also where a process forked from the parent keeps the pipe open
-
-        def watch_signal() -> None:
-            signal.sigwait({signal.SIGTERM})
-            leave()
-
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread of TensorRT
-        threading.Thread(target=watch_signal, daemon=True).start()
+    # The pipe ends with the parent, on any system. On Linux the kernel tells too, for a process
+    # forked from the parent may hold the pipe open.
+    threading.Thread(target=leave_after, args=[lambda: os.read(0, 1)], daemon=True).start()
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in TensorRT's threads too
+        told = [lambda: signal.sigwait({signal.SIGTERM})]
+        threading.Thread(target=leave_after, args=told, daemon=True).start()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def peak_rss_bytes() -> int:
-    """The most physical memory this process has held; 0 where the system does not tell.
+    """The most physical memory this process has held; 0 where the system does not tell (Windows).
 
     Not `ru_maxrss`: on Linux that starts at the size of the process that started this one.
     """
-    if sys.platform == "win32":
-
-        class Counters(ctypes.Structure):  # PROCESS_MEMORY_COUNTERS
-            _fields_ = [
-                ("size", ctypes.c_uint32),
-                ("page_faults", ctypes.c_uint32),
-                ("peak_working_set", ctypes.c_size_t),
-                ("rest", ctypes.c_size_t * 7),
-            ]
-
-        counters = Counters(size=ctypes.sizeof(Counters))
-        current = ctypes.c_void_p(-1)  # GetCurrentProcess()
-        ctypes.windll.kernel32.K32GetProcessMemoryInfo(
-            current, ctypes.byref(counters), ctypes.sizeof(counters)
-        )
-        return int(counters.peak_working_set)
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

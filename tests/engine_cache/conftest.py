@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from octavo.engine_cache import CheckpointKey, EngineCache, Entry, Kind, PlanKey
 
 PLAN: dict[str, Any] = {
@@ -86,7 +85,7 @@ def await_go(path):
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start Python on PRELUDE plus a script; argv[1] is the cache's root. All are killed at the end."""
+    """Start Python on PRELUDE plus a script, argv[1] the cache's root; all are killed at the end."""
     running: list[subprocess.Popen[str]] = []
 
     def start(script: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

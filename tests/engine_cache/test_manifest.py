@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from octavo.engine_cache import Manifest
 from octavo.engine_cache.manifest import (
     LIMIT_BYTES,
@@ -23,7 +22,9 @@ def manifest(plan_key: Any) -> Manifest:
     key = plan_key()
     facts = {"seconds": 1.25, "layers": {"fp8": 48}, "note": "été"}
     name = key.id + ".plan"
-    return Manifest("plan", key.id, key.facts, name, 5, "0" * 64, "2026-01-01T00:00:00+00:00", facts)
+    return Manifest(
+        "plan", key.id, key.facts, name, 5, "0" * 64, "2026-01-01T00:00:00+00:00", facts
+    )
 
 
 def test_round_trip(manifest: Manifest) -> None:
