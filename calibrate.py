@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .backends.amax import AmaxRecorder
-from .backends.torch_ops import ModuleOps, ReferenceEncoder
+from .backends.torch_ops import Reference, ReferenceEncoder
 from .encoders import encode
 from .errors import OctavoError, QuantizationError
 from .recipes import Recipe
@@ -40,7 +40,7 @@ def has_modelopt() -> bool:
 
 
 def calibrate(
-    reference: ReferenceEncoder,
+    reference: Reference,
     batches: Sequence[Tensor],
     recipe: Recipe,
     *,
@@ -49,13 +49,15 @@ def calibrate(
 ) -> Calibration:
     """Run `batches` of token embeddings [B, S, C] float32 through `reference`.
 
-    `modelopt`: True demands it, False avoids it, None takes it if it is installed and works.
+    `modelopt`: True demands it, False avoids it, None takes it if it is installed and works. It calibrates
+    modules only: a streamed reference always uses our own `max`.
     `progress(done, total)` is called after each batch and may raise to cancel. After ModelOpt the
     module's forward is fake-quantized: take reference results before. Raises `OctavoError` if the
     recipe's algorithm needs ModelOpt and it is missing, `QuantizationError` on NaN or infinite ranges.
     """
-    wanted = has_modelopt() if modelopt is None else modelopt
-    if wanted:
+    if isinstance(reference, ReferenceEncoder) and (
+        has_modelopt() if modelopt is None else modelopt
+    ):
         try:
             return _with_modelopt(reference, batches, recipe, progress)
         except ImportError as error:
@@ -73,7 +75,7 @@ def calibrate(
     recorder = AmaxRecorder()
     with torch.no_grad():
         for done, embeds in enumerate(batches, 1):
-            encode(ModuleOps(reference, recorder), reference.spec, embeds)
+            encode(reference.ops(recorder), reference.spec, embeds)
             if progress:
                 progress(done, len(batches))
     return _checked(Calibration(recorder.amax, None, "octavo max"), reference)
@@ -134,7 +136,7 @@ def _with_modelopt(
     return _checked(Calibration(inputs, weights, method), reference)
 
 
-def _checked(calibration: Calibration, reference: ReferenceEncoder) -> Calibration:
+def _checked(calibration: Calibration, reference: Reference) -> Calibration:
     for name in reference.spec.linears():
         seen = calibration.input_amax.get(name)
         if seen is None:

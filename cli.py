@@ -331,7 +331,7 @@ def cache_prune(
 
     store = EngineCache(cache_dir)
     plan = store.plan_prune(parse_size(budget, "--budget") if budget else None)
-    gone = [{"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes]
+    gone: list[dict[str, Any]] = [{"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes]
     freed = plan.freed_bytes if dry_run else plan.execute()
     facts = {
         "root": str(store.root),

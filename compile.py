@@ -17,14 +17,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from . import prompts
-from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, Structure, emit
+from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, emit
 from .checkpoints import Detected, EncoderWeights, Fingerprint, Memo, detect, fingerprint
-from .checkpoints.quantized import SCHEMA, QuantizedCheckpoint, metadata, open_quantized
+from .checkpoints.quantized import (
+    SCHEMA,
+    QuantizedCheckpoint,
+    Structure,
+    metadata,
+    open_quantized,
+)
 from .device import peak_rss_bytes
 from .encoders import ClipSpec
+from .encoders.clip import TOKENS
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
 from .errors import EngineUnavailable, FileError, SimilarityError
 from .recipes import Recipe
@@ -33,6 +40,7 @@ from .trt.build import BuildRequest, build_plan
 from .trt.gpus import Gpu
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .verify import Similarity, States
@@ -41,6 +49,7 @@ log = logging.getLogger(__name__)
 
 HELD_OUT_PROMPTS = 16  # for the similarity noted with each checkpoint; `verify` takes all
 BATCH = 16
+STREAMED_BATCH = 64  # 64 x 77 tokens through the widest layer of CLIP-G take 0.1 GB in FP32
 BATCHES = (1, 2, 16)  # min, opt, max of a plan; larger batches are split by the caller
 
 
@@ -57,8 +66,20 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def _silent(_: Progress) -> None:
-    pass
+def silent(_: Progress) -> None:
+    """The `Report` of a caller that wants none."""
+
+
+class Source(Protocol):
+    """Where canonical weights come from: an encoder in a file, or a host's live module."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def spec(self) -> ClipSpec: ...
+    @property
+    def projection_shape(self) -> tuple[int, int] | None: ...
+    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -164,7 +185,7 @@ def select(detected: Detected, names: Sequence[str]) -> list[EncoderWeights]:
 
 
 def content_of(
-    encoder: EncoderWeights, detected: Detected, cache: EngineCache, report: Report = _silent
+    encoder: EncoderWeights, detected: Detected, cache: EngineCache, report: Report = silent
 ) -> Fingerprint:
     """The encoder's fingerprint, from the cache's memo while the file has not changed."""
     memo = Memo(cache.root)
@@ -239,7 +260,7 @@ def build(
     activation: str | None = None,
     flavour: Flavour = "tensorrt_rtx",
     mask: bool = False,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> BuildResult:
     """Build everything `path` needs on `gpus`, or find it in the cache.
 
@@ -259,7 +280,7 @@ def build(
     result = BuildResult(str(detected.file.path), recipe.name, unsupported=detected.unsupported)
     for encoder in chosen:
         content = content_of(encoder, detected, cache, report)
-        checkpoint, cached = make_checkpoint(encoder, detected, content, recipe, cache, report)
+        checkpoint, cached = checkpoint_of(encoder, detected, content, recipe, cache, report)
         similarity = dict(checkpoint.manifest.facts.get("similarity") or {})
         _check_floor(encoder.name, similarity, recipe)
         if output is not None:
@@ -299,25 +320,42 @@ def _check_floor(name: str, similarity: dict[str, Any], recipe: Recipe) -> None:
 
 
 def make_checkpoint(
+    source: Source,
+    content: Fingerprint,
+    recipe: Recipe,
+    cache: EngineCache,
+    report: Report = silent,
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[Entry, bool]:
+    """(the FP8 checkpoint's cache entry, whether it was there already).
+
+    On a GPU `device` the reference streams through it one weight at a time and the FP8 tensor cores
+    judge; on the CPU, ModelOpt calibrates where it is installed and ONNX Runtime judges the graph.
+    """
+    key = checkpoint_key(source.spec, content, recipe)
+    if (entry := cache.get("checkpoint", key)) is not None:
+        return entry, True
+    with cache.lock(key, on_wait=_waiting(source.name, report)):
+        if (entry := cache.get("checkpoint", key)) is not None:
+            return entry, True
+        tensors, facts = _quantize(source, content, recipe, report, device)
+        report(Progress(source.name, "writing the FP8 checkpoint"))
+        return _store(cache, key, tensors, facts), False
+
+
+def checkpoint_of(
     encoder: EncoderWeights,
     detected: Detected,
     content: Fingerprint,
     recipe: Recipe,
     cache: EngineCache,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> tuple[Entry, bool]:
-    """(the FP8 checkpoint's cache entry, whether it was there already)."""
+    """As `make_checkpoint`; a file that Octavo wrote is its own checkpoint."""
     if detected.is_octavo:
         return _import_quantized(detected, content, cache)
-    key = checkpoint_key(encoder.spec, content, recipe)
-    if (entry := cache.get("checkpoint", key)) is not None:
-        return entry, True
-    with cache.lock(key, on_wait=_waiting(encoder.name, report)):
-        if (entry := cache.get("checkpoint", key)) is not None:
-            return entry, True
-        tensors, facts = _quantize(encoder, content, recipe, report)
-        report(Progress(encoder.name, "writing the FP8 checkpoint"))
-        return _store(cache, key, tensors, facts), False
+    return make_checkpoint(encoder, content, recipe, cache, report)
 
 
 def _waiting(subject: str, report: Report) -> Callable[[float], None]:
@@ -383,41 +421,50 @@ def sample(
 
 
 def _quantize(
-    encoder: EncoderWeights, content: Fingerprint, recipe: Recipe, report: Report
+    source: Source,
+    content: Fingerprint,
+    recipe: Recipe,
+    report: Report,
+    device: torch.device | str,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Calibrate, quantize and measure: (the checkpoint's tensors, its facts)."""
-    from .backends.torch_ops import ReferenceEncoder
+    import torch
+
+    from .backends.torch_ops import ReferenceEncoder, StreamedEncoder
     from .calibrate import calibrate
     from .checkpoints.quantized import quantized_tensors
     from .verify import reference_run, states_of
 
-    spec, read = encoder.spec, encoder.read
-    has_projection = encoder.projection_shape is not None
+    spec, read = source.spec, source.read
+    has_projection = source.projection_shape is not None
 
     def step(phase: str) -> Callable[[int, int], None]:
-        return lambda done, total: report(Progress(encoder.name, phase, done, total))
+        return lambda done, total: report(Progress(source.name, phase, done, total))
 
-    report(Progress(encoder.name, "loading the FP32 reference"))
-    reference = ReferenceEncoder(spec, read)
+    report(Progress(source.name, "loading the FP32 reference"))
+    # Streaming reads every weight once per batch: on a GPU one batch of all prompts, on a CPU a module.
+    streamed = str(device) != "cpu"
+    reference = StreamedEncoder(spec, read, device) if streamed else ReferenceEncoder(spec, read)
+    batch = STREAMED_BATCH if streamed else BATCH
     held_out = sample(spec, read, has_projection)
     expected = states_of(
-        reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
-        progress=step("running the FP32 reference"),
+        reference_run(reference), held_out.embeds.to(device), held_out.rows, held_out.projection,
+        batch=batch, progress=step("running the FP32 reference"),
     )  # fmt: skip
     input_amax, weight_amax, method = {}, None, "none"
     if recipe.calibrated:
-        embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds
-        ranges = calibrate(reference, embeds.split(BATCH), recipe, progress=step("calibrating"))
+        embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds.to(device)
+        ranges = calibrate(reference, torch.split(embeds, batch), recipe, progress=step("calibrating"))
         input_amax, weight_amax, method = ranges.input_amax, ranges.weight_amax, ranges.method
-    del reference  # the widened weights; what follows reads the file again, one tensor at a time
-    report(Progress(encoder.name, "quantizing"))
+    del reference  # the widened weights; what follows reads the source again, one tensor at a time
+    report(Progress(source.name, "quantizing"))
     structure = recipe.structure(spec.linears())
     tensors = quantized_tensors(
         spec, read, structure, input_amax, weight_amax=weight_amax, projection=has_projection
     )
     similarity, judge = similarity_of(
         spec, structure, recipe.body, tensors.__getitem__, held_out, expected,
-        progress=step("verifying the graph"),
+        device=device, progress=step("verifying the graph"),
     )  # fmt: skip
     facts = {
         "spec": spec.facts(),
@@ -447,10 +494,12 @@ def similarity_of(
     held_out: Sample,
     expected: States,
     *,
+    device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
-    mask: bool = False,
 ) -> tuple[Similarity, str]:
     """(similarity to FP32, who judged): ONNX Runtime on the graph, else the FP8 arithmetic in PyTorch.
+
+    On a GPU `device` that is the FP8 tensor cores; on a CPU without ONNX Runtime, their simulation.
 
     ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin, with
     the weights rounded to bf16.
@@ -458,14 +507,13 @@ def similarity_of(
     from .backends.plan_inputs import plan_weights
     from .verify import graph_run, measure, states_of
 
-    weights = plan_weights(spec, structure, read, body)
-    try:
-        import onnxruntime
-    except ImportError:
-        run, judge = _torch_run(spec, structure, read, body), "torch"
+    onnxruntime = _onnxruntime() if str(device) == "cpu" else None
+    if onnxruntime is None:
+        run, judge = _torch_run(spec, structure, read, body, device), f"torch_fp8 on {device}"
     else:
+        weights = plan_weights(spec, structure, read, body)
         twin: Body = "float32" if body == "bfloat16" else body
-        graph = emit(spec, structure, body=twin, mask=mask)
+        graph = emit(spec, structure, body=twin)
         if twin != body:
             weights = {n: w.float() if w.dtype.itemsize > 1 else w for n, w in weights.items()}
         run, judge = graph_run(graph, weights), f"onnxruntime {onnxruntime.__version__}"
@@ -475,28 +523,47 @@ def similarity_of(
     return measure(expected, got), judge
 
 
+def _onnxruntime() -> Any | None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime
+    except ImportError:
+        return None
+    return onnxruntime
+
+
 def _torch_run(
-    spec: ClipSpec, structure: Structure, read: Callable[[str], Tensor], body: Body
+    spec: ClipSpec,
+    structure: Structure,
+    read: Callable[[str], Tensor],
+    body: Body,
+    device: torch.device | str,
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     import torch
 
     from .backends.fp8_ops import Fp8Weights
     from .backends.torch_fp8 import TorchFp8Engine
 
-    names = [n for n in spec.tensors() if "embeddings.token" not in n]
-    names += [
-        linear + part
-        for linear, precision in structure.items() if precision == "fp8"
-        for part in (".weight_scale", ".input_scale")
-    ]  # fmt: skip
-    weights = Fp8Weights.from_tensors(spec, {n: read(n) for n in names}, getattr(torch, body))
-    engine = TorchFp8Engine(spec, weights, torch.device("cpu"), graphs=False)
+    tensors = {name: read(name) for name in engine_tensors(spec, structure)}
+    weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, body))
+    engine = TorchFp8Engine(spec, weights, torch.device(device), graphs=False)
 
     def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, last = engine.encode(embeds)
+        hidden, last = engine.encode(embeds.to(device))
         return hidden[-2], last
 
     return run
+
+
+def engine_tensors(spec: ClipSpec, structure: Structure) -> list[str]:
+    """Names of the checkpoint's tensors that an engine holds: all but the token table and projection."""
+    names = [name for name in spec.tensors() if name != TOKENS]
+    return names + [
+        linear + part
+        for linear, precision in structure.items()
+        if precision == "fp8"
+        for part in (".weight_scale", ".input_scale")
+    ]
 
 
 # Plans
@@ -513,13 +580,13 @@ def make_plan(
     flavour: Flavour = "tensorrt_rtx",
     embed: bool = False,
     mask: bool = False,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> tuple[Engine, int]:
     """(the plan for `target`, peak resident bytes of its builder; 0 if it was in the cache)."""
     start = time.monotonic()
     spec, structure = checkpoint.spec, checkpoint.structure
     key = plan_key(
-        spec, structure, body, target.sms,  # type: ignore[arg-type]
+        spec, structure, body, target.sms,
         flavour=flavour, mask=mask, checkpoint=checkpoint_id if embed else None,
     )  # fmt: skip
 
@@ -595,11 +662,11 @@ def _profile(
 
 def _graph(checkpoint: QuantizedCheckpoint, body: Body, *, mask: bool, embed: bool) -> Graph:
     if not embed:
-        return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask)  # type: ignore[arg-type]
+        return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask)
     from .backends.plan_inputs import embedded_weights
 
     weights = embedded_weights(checkpoint, body)
-    return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask, embed=weights)  # type: ignore[arg-type]
+    return emit(checkpoint.spec, checkpoint.structure, body=body, mask=mask, embed=weights)
 
 
 def _external_places(
@@ -666,7 +733,7 @@ def verify(
     cache: EngineCache | None = None,
     encoders: Sequence[str] = (),
     activation: str | None = None,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> list[Verified]:
     """Measure the checkpoint of `path` (made if the cache has none) against FP32, on every held-out prompt.
 
@@ -681,7 +748,7 @@ def verify(
     results = []
     for encoder in select(detected, encoders):
         content = content_of(encoder, detected, cache, report)
-        entry, _ = make_checkpoint(encoder, detected, content, recipe, cache, report)
+        entry, _ = checkpoint_of(encoder, detected, content, recipe, cache, report)
         checkpoint = open_quantized(entry.path)
         read = checkpoint.dense if detected.is_octavo else encoder.read
         spec = encoder.spec
@@ -693,7 +760,7 @@ def verify(
         )  # fmt: skip
         del reference
         similarity, judge = similarity_of(
-            spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,  # type: ignore[arg-type]
+            spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,
             progress=lambda d, t: report(Progress(encoder.name, "running the graph", d, t)),
         )  # fmt: skip
         from .recipes import shortfall

@@ -42,13 +42,15 @@ def probe(device: object = None) -> Device:
     import torch
 
     triton = importlib.util.find_spec("triton") is not None
-    common = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton}
     wanted = torch.device(device) if device is not None else None  # type: ignore[call-overload]
     if wanted is None:
         wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.type != "cuda" or torch.version.hip is not None:
         kind = "rocm" if torch.version.hip is not None and wanted.type == "cuda" else wanted.type
-        return Device(kind, wanted.index or 0, platform.processor() or "CPU", **common)
+        return Device(
+            kind, wanted.index or 0, platform.processor() or "CPU",
+            torch=torch.__version__, triton=triton,
+        )  # fmt: skip
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     facts = torch.cuda.get_device_properties(index)
     return Device(
@@ -58,7 +60,9 @@ def probe(device: object = None) -> Device:
         facts.major * 10 + facts.minor,
         facts.total_memory,
         _driver_version(),
-        **common,
+        torch.version.cuda,
+        torch.__version__,
+        triton,
     )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends.onnx_ops import Graph
-from .backends.torch_ops import ReferenceEncoder, end_positions, pool
+from .backends.torch_ops import Reference, end_positions, pool
 from .errors import OctavoError
 
 ORT_MINIMUM = (1, 30)  # 1.24 rejects FP8 graphs ("MatMulIntegerToFloat")
@@ -91,7 +91,7 @@ def states_of(
     return States(final, torch.cat(penultimates), pooled)
 
 
-def reference_run(reference: ReferenceEncoder) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def reference_run(reference: Reference) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The FP32 reference as a `run` for `states_of`."""
 
     def run(embeds: Tensor) -> tuple[Tensor, Tensor]:

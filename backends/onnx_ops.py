@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..checkpoints.quantized import Precision, Structure
 from ..encoders import ClipSpec, Ops, encode
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 PROGRAM_VERSION = 1
 
 Body = Literal["float16", "bfloat16", "float32"]
-Precision = Literal["fp8", "16bit"]
-Structure = Mapping[str, Precision]  # linear name -> how it is computed
 
 FP8_MAX = 448.0
 _MASKED = -30000.0  # two of them add up to a finite fp16, and exp() of one is 0

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..checkpoints.quantized import Structure
 from ..encoders import ClipSpec
 from ..encoders.clip import POSITIONS
 from ..errors import QuantizationError
 from .onnx_ops import (
     Body,
     EmbeddedWeights,
-    Structure,
     activation_exponent,
     fused_name,
     weight_scale_unit,

@@ -155,15 +155,35 @@ class ReferenceEncoder(nn.Module):
             parent = parent.get_submodule(part)
         parent.add_module(last, leaf)
 
+    def ops(self, observe: Observe | None = None) -> ModuleOps:
+        return ModuleOps(self, observe)
+
     def forward(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        return encode(ModuleOps(self), self.spec, embeds, mask)
+        return encode(self.ops(), self.spec, embeds, mask)
+
+
+class StreamedEncoder:
+    """The FP32 reference without its weights: `forward` reads each of them when it is needed."""
+
+    def __init__(self, spec: ClipSpec, read: Read, device: torch.device | str) -> None:
+        self.spec, self._read, self._device = spec, read, device
+
+    def ops(self, observe: Observe | None = None) -> StreamedOps:
+        return StreamedOps(self._read, self._device, observe)
+
+    def __call__(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        return encode(self.ops(), self.spec, embeds, mask)
+
+
+Reference = ReferenceEncoder | StreamedEncoder
 
 
 def embed_tokens(read: Read, rows: Sequence[Sequence[int]]) -> Tensor:
     """Rows of token ids -> token embeddings [B, S, C] in FP32; only the needed rows are read."""
-    ids = torch.tensor(rows)
-    unique, places = ids.unique(return_inverse=True)
-    return read(TOKENS)[unique].float()[places]
+    table = read(TOKENS)
+    ids = torch.tensor(rows, device=table.device)
+    unique, places = torch.unique(ids, return_inverse=True)
+    return table[unique].float()[places]
 
 
 def end_positions(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..encoders import ClipSpec
 from ..encoders.clip import PROJECTION
@@ -22,6 +22,9 @@ from ..errors import FileError, QuantizationError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Precision = Literal["fp8", "16bit"]
+Structure = Mapping[str, Precision]  # linear name -> how it is computed
 
 SCHEMA = 1
 METADATA_KEY = "octavo"
@@ -78,7 +81,7 @@ def storage(tensor: Tensor) -> Tensor:
 def quantized_tensors(
     spec: ClipSpec,
     read: Callable[[str], Tensor],
-    structure: Mapping[str, str],
+    structure: Structure,
     input_amax: Mapping[str, Tensor],
     *,
     weight_amax: Mapping[str, Tensor] | None = None,
@@ -118,7 +121,7 @@ class QuantizedCheckpoint:
 
     path: Path
     spec: ClipSpec
-    structure: Mapping[str, str]
+    structure: Structure
     facts: Mapping[str, Any]
     names: frozenset[str]
 

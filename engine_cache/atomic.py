@@ -54,7 +54,7 @@ def sweep_partials(folder: Path, is_free: Callable[[str], bool]) -> None:
 
 def _is_gone(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # an earlier process with our number, as in a restarted container
+        return True  # an earlier process with our number, as in a restarted container
     if os.name == "nt":
         return False  # os.kill(pid, 0) would send Ctrl-C there; the file goes when it is a day old
     try:

@@ -249,7 +249,7 @@ class EngineCache:
             raise atomic.cache_error(artifact, error) from error
         finally:
             atomic.drop_partial(temporary)
-        self._keep_budget(key.id)
+        self._keep_budget()
         return Entry(artifact, manifest_from_json(about.to_json().encode()), time.time())
 
     def update_facts(self, entry: Entry, facts: Mapping[str, Any]) -> Entry | None:
@@ -302,12 +302,10 @@ class EngineCache:
 
     # Deleting
 
-    def plan_prune(
-        self, budget_bytes: int | None = None, *, keep: str | None = None, grace_s: float = 0.0
-    ) -> PrunePlan:
+    def plan_prune(self, budget_bytes: int | None = None, *, grace_s: float = 0.0) -> PrunePlan:
         """What must go, longest unused first, for the rest to fit the budget.
 
-        Never the key `keep`, what was used within `grace_s`, or what is locked now.
+        Never what is locked now, or was written or used within the last `grace_s`.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         found = sorted(self._files().values(), key=lambda doomed: (doomed.last_use, doomed.key))
@@ -317,7 +315,7 @@ class EngineCache:
             if left <= budget:
                 break
             recent = grace_s > 0 and time.time() - doomed.last_use < grace_s
-            if doomed.key != keep and not recent and not self._is_locked(doomed.key):
+            if not recent and not self._is_locked(doomed.key):
                 goes.append(doomed)
                 left -= doomed.size_bytes
         return PrunePlan(tuple(goes), start - left, left, self)
@@ -465,9 +463,9 @@ class EngineCache:
         """Nobody builds `ident`, or this object does: a dead process's file is waste either way."""
         return ident in self._held or not self._is_locked(ident)
 
-    def _keep_budget(self, written: str) -> None:
+    def _keep_budget(self) -> None:
         try:
-            freed = self.plan_prune(keep=written, grace_s=GRACE_S).execute()
+            freed = self.plan_prune(grace_s=GRACE_S).execute()
         except CacheError as error:
             logger.warning("%s", error)
         else:

@@ -288,11 +288,13 @@ def _die_with_parent(target: Path) -> None:
 
     # The pipe ends with the parent, on any system. On Linux the kernel tells too, for a process
     # forked from the parent may hold the pipe open.
-    threading.Thread(target=leave_after, args=[lambda: os.read(0, 1)], daemon=True).start()
+    waits: list[Callable[[], object]] = [lambda: os.read(0, 1)]
     if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in TensorRT's threads too
-        told = [lambda: signal.sigwait({signal.SIGTERM})]
-        threading.Thread(target=leave_after, args=told, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for every thread from here on
+        waits.append(lambda: signal.sigwait({signal.SIGTERM}))
+    for wait in waits:
+        threading.Thread(target=leave_after, args=[wait], daemon=True).start()
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

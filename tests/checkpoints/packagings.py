@@ -84,7 +84,9 @@ def openai(tensors: Tensors, prefix: str = "", projection: str = "text_projectio
 def image_tower(prefix: str = "vision_model.") -> Tensors:
     """The start of Hugging Face's image tower, whose blocks are named like the text tower's."""
     names = [f"encoder.layers.0.self_attn.{x}_proj" for x in ("q", "k", "v", "out")]
-    named = {f"{prefix}{n}.weight": torch.ones(64, 64) for n in (*names, "encoder.layers.0.mlp.fc1")}
+    named = {
+        f"{prefix}{n}.weight": torch.ones(64, 64) for n in (*names, "encoder.layers.0.mlp.fc1")
+    }
     return named | {
         prefix + "embeddings.patch_embedding.weight": torch.ones(64, 3, 16, 16),
         prefix + "embeddings.position_embedding.weight": torch.ones(5, 64),

@@ -125,7 +125,7 @@ def test_the_dtype_does_not_change_the_fingerprint(dtype, layout, tmp_path):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_long_clip(layout, parts, tmp_path):
     tensors = p.canonical(p.LONG)
-    state = layout(tensors)
+    state = {name: t.clone() for name, t in layout(tensors).items()}
     if parts == 2:  # LongCLIP's own files: rows 0..19 of one table, 20.. of the other
         name = next(n for n in state if "position" in n)
         more = name.replace("embedding.weight", "embedding_res.weight")
@@ -182,14 +182,16 @@ SEVERAL = {
         {"clip": None, "clip_2": (64, 192)},
     ),
     "SD3": (
-        lambda small, larger: {
-            f"text_encoders.{encoder}.{name}": tensor
-            for encoder, tensors in (("clip_l", small), ("clip_g", larger))
-            for name, tensor in p.hugging_face(
-                tensors, "transformer.text_model.", "transformer." + PROJECTION
-            ).items()
-        }
-        | p.t5("text_encoders.t5xxl.transformer."),
+        lambda small, larger: (
+            {
+                f"text_encoders.{encoder}.{name}": tensor
+                for encoder, tensors in (("clip_l", small), ("clip_g", larger))
+                for name, tensor in p.hugging_face(
+                    tensors, "transformer.text_model.", "transformer." + PROJECTION
+                ).items()
+            }
+            | p.t5("text_encoders.t5xxl.transformer.")
+        ),
         {"clip_g": (64, 192), "clip_l": (64, 128)},
     ),
     "two of one name": (
@@ -263,7 +265,7 @@ def test_what_transformers_saves(kind, sharded, tmp_path):
     if kind == "CLIPModel":
         vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
         vision |= {"num_attention_heads": 1, "image_size": 32, "patch_size": 16}
-        config = transformers.CLIPConfig(text, vision, projection_dim=64)
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=64)
     else:
         config = transformers.CLIPTextConfig(**text)
     model = getattr(transformers, kind)(config)

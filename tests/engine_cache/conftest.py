@@ -85,7 +85,7 @@ def await_go(path):
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start Python on PRELUDE plus a script, argv[1] the cache's root; all are killed at the end."""
+    """Start Python on PRELUDE plus a script, argv[1] the cache's root; all are killed later."""
     running: list[subprocess.Popen[str]] = []
 
     def start(script: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pytest
-from onnx import TensorProto, helper
-
 from octavo.trt.build import BuildRequest
+from onnx import TensorProto, helper
 
 FP8, FP16, INT64 = TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT16, TensorProto.INT64
 WIDTH, FEED_FORWARD, HEADS, TOKENS = 256, 512, 4, 77
@@ -23,10 +22,13 @@ ACTIVATION_SCALE, WEIGHT_SCALE = 2.0**-4, 2.0**-10  # fixed powers of two; real 
 
 @dataclass
 class Graph:
-    """CLIP blocks whose linears are FP8 x FP8; `embedded` makes the weights external initializers."""
+    """CLIP blocks whose linears are FP8 x FP8 and whose weights are inputs.
+
+    `embedded`: FP8 weights are external initializers. `activations` False: only weights are FP8.
+    """
 
     embedded: bool = False
-    quantized: bool = True
+    activations: bool = True
     nodes: list = field(default_factory=list)
     inputs: list = field(default_factory=list)
     constants: list = field(default_factory=list)
@@ -64,13 +66,11 @@ class Graph:
         return name
 
     def linear(self, x: str, name: str, out: int, inner: int) -> str:
-        if not self.quantized:
-            weight = self.input(name + ".weight", FP16, inner, out)
-            return self.op("MatMul", x, weight, name=name)
         x = self.op("Mul", x, self.input(name + ".inverse", FP16, 1))
-        scale = self.constant(ACTIVATION_SCALE)
-        x = self.op("QuantizeLinear", x, scale, self.zero())
-        x = self.op("DequantizeLinear", x, scale, self.zero())
+        if self.activations:
+            scale = self.constant(ACTIVATION_SCALE)
+            x = self.op("QuantizeLinear", x, scale, self.zero())
+            x = self.op("DequantizeLinear", x, scale, self.zero())
         weight = self.weight(name + ".weight", out, inner)
         weight = self.op("DequantizeLinear", weight, self.constant(WEIGHT_SCALE), self.zero())
         y = self.op("MatMul", x, self.op("Transpose", weight, perm=[1, 0]), name=name)
@@ -112,8 +112,13 @@ class Graph:
 PROFILE = {"embeds": tuple((batch, TOKENS, WIDTH) for batch in (1, 2, 16))}
 
 
-def request_of(onnx: bytes, *sms: int, **changes: object) -> BuildRequest:
-    return BuildRequest(**{"flavour": "tensorrt_rtx", "onnx": onnx, "sms": sms, "profile": PROFILE} | changes)
+BLOCK = Graph().model()
+TOWER = Graph().model(layers=16)  # large enough to be interrupted: two seconds of compilation
+
+
+def request_of(onnx: bytes, /, *sms: int, **changes: object) -> BuildRequest:
+    request = BuildRequest("tensorrt_rtx", onnx, sms, PROFILE)
+    return dataclasses.replace(request, **changes)
 
 
 def write_safetensors(path: Path, shapes: dict[str, tuple[int, int]]) -> dict:
@@ -129,15 +134,3 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, int]]) -> dict:
     start = 8 + len(text)
     spans = {name: entry["data_offsets"] for name, entry in header.items()}
     return {name: (path, start + a, b - a) for name, (a, b) in spans.items()}
-
-
-@pytest.fixture(scope="session")
-def block() -> bytes:
-    """One FP8 block with every weight an input."""
-    return Graph().model()
-
-
-@pytest.fixture(scope="session")
-def tower() -> bytes:
-    """Large enough to be interrupted: about two seconds of compilation."""
-    return Graph().model(layers=16)

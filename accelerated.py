@@ -1,0 +1,713 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""AcceleratedEncoder: one live encoder in a host, on the first engine that is able and proves itself.
+
+Nothing happens before the first `encode`. Then: content key, checkpoint (cache or calibration), engines
+in the order of choose.py, each checked against the host's own weights in FP32. What fails is demoted
+with its reason: the next engine, then the next recipe, at last the host's PyTorch, which is always
+there and always right. A request that an engine was not built for goes to the host, never to a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from . import trt
+from .backends.amax import AmaxRecorder
+from .backends.fp8_ops import Fp8Linear, Fp8Weights
+from .backends.onnx_ops import emit
+from .backends.plan_inputs import plan_weights
+from .backends.torch_fp8 import TorchFp8Engine
+from .backends.torch_ops import StreamedEncoder
+from .checkpoints import Fingerprint
+from .checkpoints.quantized import QuantizedCheckpoint, open_quantized, scale_from_amax
+from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
+from .compile import (
+    Progress,
+    Report,
+    Sample,
+    Target,
+    encoder_key,
+    engine_tensors,
+    make_checkpoint,
+    make_plan,
+    sample,
+    silent,
+)
+from .device import Device, probe
+from .encoders import ClipSpec, encode
+from .encoders.clip import POSITIONS, PROJECTION
+from .engine_cache import EngineCache, Entry
+from .errors import EngineUnavailable, OctavoError, SimilarityError
+from .recipes import Floor, Recipe, load_recipe, shortfall
+from .verify import Similarity, States, measure, states_of
+
+log = logging.getLogger(__name__)
+
+CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 tokens
+KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU beside the base
+Hidden = Sequence[Tensor]
+
+# Engines that failed, for the life of the process: (engine, key, device) -> reason. A driver or a GPU
+# that refused a plan once refuses it again, and each try costs seconds.
+_failed: dict[tuple[str, ...], str] = {}
+
+
+class Host(Protocol):
+    """What an encoder's owner provides. Names are canonical (encoders/clip.py)."""
+
+    @property
+    def name(self) -> str:
+        """Shown to people: "clip_l"."""
+        ...
+
+    @property
+    def spec(self) -> ClipSpec: ...
+
+    @property
+    def projection_shape(self) -> tuple[int, int] | None: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where `encode` runs."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The unpatched weight `name`, any float dtype, any device; not kept."""
+        ...
+
+    def encode(self, embeds: Tensor, mask: Tensor | None) -> tuple[Hidden, Tensor]:
+        """The host's own PyTorch: (L+1 hidden states, final normed state), [B, S, C] each."""
+        ...
+
+
+class Engine(Protocol):
+    """What TorchFp8Engine and trt.session.Session have in common."""
+
+    @property
+    def bytes(self) -> int: ...
+    def encode(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[Hidden, Tensor]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Patched:
+    """Weights with a LoRA or a merge applied: `read` gives them all, `identity` tells sets apart."""
+
+    identity: Hashable
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One step that did not serve: `engine` with `recipe`, and why in one sentence."""
+
+    engine: str
+    recipe: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EncoderReport:
+    """How an encoder is served now. Seconds, bytes; None where it does not apply (host)."""
+
+    name: str
+    family: str
+    engine: EngineName
+    recipe: str | None = None
+    checkpoint: str | None = None
+    plan: str | None = None
+    similarity: Similarity | None = None
+    ready_s: float | None = None
+    vram_bytes: int = 0
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+
+    def text(self) -> str:
+        """A few lines for a log or a node."""
+        lines = [f"{self.name} ({self.family}): {self.engine}"]
+        if self.recipe:
+            lines[0] += f", recipe {self.recipe}"
+        if self.similarity:
+            s = self.similarity
+            pooled = "-" if s.pooled is None else f"{s.pooled:.4f}"
+            lines.append(
+                f"  similarity to FP32: token mean {s.token_mean:.4f}, min {s.token_min:.4f}, "
+                f"pooled {pooled}"
+            )
+        if self.ready_s is not None:
+            lines.append(f"  ready in {self.ready_s:.1f} s, {self.vram_bytes / 1e6:.0f} MB of VRAM")
+        lines += [f"  {name}: {ms:.2f} ms for 1 prompt" for name, ms in self.milliseconds.items()]
+        lines += [f"  not {r.engine} with {r.recipe}: {r.reason}" for r in self.refusals]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Serving:
+    """A loaded engine. `weights` are the base's; `load` puts a set of FP8 tensors under it."""
+
+    engine_name: EngineName
+    engine: Engine
+    load: Callable[[Fp8Weights], None]
+    recipe: Recipe
+    weights: Fp8Weights
+    checkpoint: Entry
+    plan: str | None
+    similarity: Similarity
+    expected: States
+    loaded: Hashable = None  # the identity of the set that is under the engine; None is the base
+
+
+class AcceleratedEncoder:
+    """`encode(embeds, mask)` on whatever this machine can do, never wrong. Thread-safe.
+
+    `recipe`: where the ladder starts. `engine`: "auto", "fastest" or one name (OCTAVO_ENGINE overrides
+    "auto"); a forced engine that cannot serve raises EngineUnavailable. `background`: serve with
+    torch_fp8 or the host while TensorRT compiles, and switch between two requests.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        recipe: str = "fp8",
+        engine: str = "auto",
+        floor: Floor | None = None,
+        cache: EngineCache | None = None,
+        background: bool = False,
+        report: Report = silent,
+        device: Device | None = None,
+        packages: Packages | None = None,
+    ) -> None:
+        self._host = host
+        self._recipe = load_recipe(recipe)
+        self._request = os.environ.get("OCTAVO_ENGINE", "auto") if engine == "auto" else engine
+        self._floor = floor
+        self._cache = cache or EngineCache()
+        self._background = background
+        self._progress = report
+        self._facts, self._packages = device, packages
+        self._lock = threading.RLock()
+        self._prepared = False
+        self._closed = False
+        self._serving: _Serving | None = None
+        self._next: _Serving | None = None  # built in the background, taken at the next request
+        self._worker: threading.Thread | None = None
+        self._cancel = threading.Event()
+        self._refusals: list[Refusal] = []
+        self._sets: OrderedDict[Hashable, Fp8Weights] = OrderedDict()
+        self._bad_sets: set[Hashable] = set()
+        self._ready_s: float | None = None
+        self._milliseconds: dict[str, float] = {}
+
+    # -- serving --------------------------------------------------------------------------------
+
+    def encode(
+        self, embeds: Tensor, mask: Tensor | None = None, patched: Patched | None = None
+    ) -> tuple[Hidden, Tensor]:
+        """Token embeddings [B, S, C] -> (L+1 hidden states, final normed state), fresh tensors.
+
+        `mask` [B, S], true or non-zero = attend. With `patched` the result is that of the patched
+        weights: the host's `encode` must then compute with them too. Dtype is the engine's body, or
+        the host's. Raises only what the host raises, EngineUnavailable for a forced engine, and
+        OctavoError after `close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise OctavoError(
+                    f"{self._host.name}: this accelerated encoder is closed; make a new one."
+                )
+            if not self._prepared:
+                self.prepare()
+            self._take_background()
+            while (serving := self._serving) is not None and self._fits(embeds, mask):
+                try:
+                    if self._load(serving, patched):
+                        mask = mask if mask is None else mask.bool()
+                        return serving.engine.encode(embeds, mask)
+                    break
+                except EngineUnavailable as error:
+                    self._demote(serving, error.reason)
+                except torch.cuda.OutOfMemoryError as error:
+                    self._demote(serving, f"out of GPU memory in a call ({_first_line(error)})")
+        return self._host.encode(embeds, mask)
+
+    def _fits(self, embeds: Tensor, mask: Tensor | None) -> bool:
+        """Whether any engine of this spec may answer; everything else is the host's."""
+        spec = self._host.spec
+        if (
+            embeds.dim() != 3
+            or embeds.shape[0] < 1
+            or not 1 <= embeds.shape[1] <= spec.positions
+            or embeds.shape[2] != spec.width
+            or not embeds.is_floating_point()
+            or embeds.dtype == torch.float64
+            or embeds.requires_grad
+            or embeds.device != self._host.device
+        ):
+            return False
+        if mask is None:
+            return True
+        # A row whose first key is masked has a query with nothing to attend to: hosts differ there.
+        return mask.shape == embeds.shape[:2] and bool((mask[:, 0] != 0).all())
+
+    # -- preparing ------------------------------------------------------------------------------
+
+    def prepare(self) -> EncoderReport:
+        """Choose, build or load, and check an engine now instead of at the first prompt."""
+        with self._lock:
+            if not self._prepared:
+                start = time.monotonic()
+                self._prepare()
+                self._prepared = True
+                self._ready_s = time.monotonic() - start
+                log.info("%s", self.report().text())
+            return self.report()
+
+    def _prepare(self) -> None:
+        forced = self._request not in ("auto", "fastest")
+        facts = self._facts or probe(self._host.device)
+        packages = self._packages or probe_packages()
+        content: Fingerprint | None = None
+        recipe: Recipe | None = self._recipe
+        while recipe is not None:
+            decisions = ladder(facts, packages, fp8=recipe.format == "fp8")
+            engines = [e for e in chosen(decisions, self._request) if e != "host"]
+            for decision in decisions:
+                if isinstance(decision, Rejected) and not forced:
+                    self._refuse(decision.engine, recipe, decision.reason)
+            if engines:
+                content = content or self._fingerprint()
+                served = self._serve_first(engines, recipe, content, facts)
+                if served:
+                    return
+            recipe = load_recipe(recipe.demote_to) if recipe.demote_to else None
+        if forced and self._request != "host":
+            last = self._refusals[-1].reason if self._refusals else "it cannot serve here"
+            raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
+
+    def _serve_first(
+        self, engines: list[EngineName], recipe: Recipe, content: Fingerprint, facts: Device
+    ) -> bool:
+        """Put the first of `engines` that passes in service; False if none does."""
+        try:
+            entry, _ = make_checkpoint(
+                self._host, content, recipe, self._cache, self._progress, device=self._host.device
+            )
+            checkpoint = open_quantized(entry.path)
+            check = self._expect(self._host.read, recipe)
+        except (OctavoError, torch.cuda.OutOfMemoryError) as error:
+            for name in engines:
+                self._refuse(name, recipe, _first_line(error))
+            return False
+        able: list[_Serving] = []
+        later: list[EngineName] = []
+        if self._background and len(engines) > 1:
+            later = [e for e in engines if e.startswith("tensorrt") and not self._has_plan(e)]
+        for name in (e for e in engines if e not in later):
+            key = (name, recipe.name, entry.manifest.key, f"{facts.type}:{facts.index}")
+            if key in _failed:
+                self._refuse(name, recipe, _failed[key])
+                continue
+            try:
+                serving = self._start(name, recipe, entry, checkpoint, check, facts)
+            except (OctavoError, torch.cuda.OutOfMemoryError) as error:
+                reason = _first_line(error)
+                if not isinstance(error, torch.cuda.OutOfMemoryError):
+                    _failed[key] = reason  # memory may be free the next time
+                self._refuse(name, recipe, reason)
+                continue
+            able.append(serving)
+            if self._request != "fastest":
+                break
+        if not able:
+            return False
+        self._serving = self._fastest(able) if self._request == "fastest" else able[0]
+        if later:
+            self._start_background(later, recipe, entry, checkpoint, check, facts)
+        return True
+
+    def _has_plan(self, name: EngineName) -> bool:
+        return False  # asking costs as much as loading; the cache answers in the background thread
+
+    def _start(
+        self,
+        name: EngineName,
+        recipe: Recipe,
+        entry: Entry,
+        checkpoint: QuantizedCheckpoint,
+        check: tuple[Sample, States, dict[str, Tensor]],
+        facts: Device,
+    ) -> _Serving:
+        """Load one engine and let it prove itself. Raises OctavoError; nothing stays loaded then."""
+        held_out, expected, _ = check
+        spec, device = checkpoint.spec, self._host.device
+        tensors = {n: checkpoint.read(n) for n in engine_tensors(spec, checkpoint.structure)}
+        weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, recipe.body))
+        plan: str | None = None
+        engine: Engine
+        if name == "torch_fp8":
+            torch_engine = TorchFp8Engine(spec, weights, device)
+            engine, load = torch_engine, torch_engine.swap_weights
+        else:
+            engine, load, plan = self._start_trt(name, checkpoint, entry, recipe, weights, facts)
+        try:
+            similarity = _check_engine(engine, held_out, expected)
+            short = shortfall(similarity.facts(), self._floor or recipe.floor)
+            if short is not None:
+                raise SimilarityError(f"it is not close enough to FP32 on this device: {short}")
+        except BaseException:
+            engine.close()
+            raise
+        return _Serving(name, engine, load, recipe, weights, entry, plan, similarity, expected)
+
+    def _start_trt(
+        self,
+        name: EngineName,
+        checkpoint: QuantizedCheckpoint,
+        entry: Entry,
+        recipe: Recipe,
+        weights: Fp8Weights,
+        facts: Device,
+    ) -> tuple[Engine, Callable[[Fp8Weights], None], str]:
+        from .trt.session import session_from_plan
+
+        assert name in ("tensorrt_rtx", "tensorrt") and facts.sm is not None
+        module = trt.load(name)
+        plan, _ = make_plan(
+            self._host.name,
+            checkpoint,
+            entry.manifest.key,
+            Target(facts.name, (facts.sm,)),
+            self._cache,
+            body=recipe.body,
+            flavour=name,
+            report=self._progress,
+        )
+        graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body)
+        device = self._host.device
+
+        def inputs(of: Fp8Weights) -> dict[str, Tensor]:
+            tensors = _as_tensors(of)
+            made = plan_weights(
+                checkpoint.spec, checkpoint.structure, tensors.__getitem__, recipe.body
+            )
+            return {n: t.to(device) for n, t in made.items()}
+
+        session = session_from_plan(
+            Path(plan.path),
+            module=module,
+            graph=graph,
+            weights=inputs(weights),
+            device=device,
+            runtime_cache=Path(plan.path).parent,
+        )
+        return session, lambda of: session.swap_weights(inputs(of)), plan.key
+
+    # -- proving --------------------------------------------------------------------------------
+
+    def _expect(
+        self, read: Callable[[str], Tensor], recipe: Recipe
+    ) -> tuple[Sample, States, dict[str, Tensor]]:
+        """FP32 results of the check prompts from `read`, and the input ranges they reach."""
+        spec, device = self._host.spec, self._host.device
+        projected = self._host.projection_shape is not None
+        held_out = sample(spec, read, projected, CHECK_PROMPTS)
+        held_out = replace(
+            held_out,
+            embeds=held_out.embeds.to(device),
+            projection=None if held_out.projection is None else held_out.projection.to(device),
+        )
+        recorder = AmaxRecorder()
+        reference = StreamedEncoder(spec, read, device)
+
+        def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                hidden, last = encode(reference.ops(recorder), spec, embeds)
+            return hidden[-2], last
+
+        states = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
+        return held_out, states, recorder.amax
+
+    # -- patched weights ------------------------------------------------------------------------
+
+    def _load(self, serving: _Serving, patched: Patched | None) -> bool:
+        """Put the wanted set under the engine; False if it must be the host's."""
+        identity = None if patched is None else patched.identity
+        if serving.loaded == identity:
+            return True
+        if patched is None:
+            serving.load(serving.weights)
+            serving.loaded = None
+            return True
+        if identity in self._bad_sets:
+            return False
+        if identity in self._sets:
+            self._sets.move_to_end(identity)
+            serving.load(self._sets[identity])
+            serving.loaded = identity
+            return True
+        try:
+            held_out, expected, amax = self._expect(patched.read, serving.recipe)
+            weights = _requantized(serving.weights, patched.read, amax, self._host.device)
+            serving.load(weights)
+            serving.loaded = identity
+            similarity = _check_engine(serving.engine, held_out, expected)
+            short = shortfall(similarity.facts(), self._floor or serving.recipe.floor)
+        except (EngineUnavailable, torch.cuda.OutOfMemoryError):
+            raise
+        except OctavoError as error:
+            short = _first_line(error)
+        if short is not None:
+            self._bad_sets.add(identity)
+            log.warning("%s: patched weights are served by the host: %s", self._host.name, short)
+            return False
+        self._sets[identity] = weights
+        while len(self._sets) > KEPT_WEIGHT_SETS:
+            self._sets.popitem(last=False)
+        return True
+
+    # -- the fastest ----------------------------------------------------------------------------
+
+    def _fastest(self, able: list[_Serving]) -> _Serving:
+        """Time each once on one prompt; the choice is kept with the checkpoint and found again."""
+        embeds = torch.zeros(
+            1, self._host.spec.positions, self._host.spec.width, device=self._host.device
+        )
+        noted = able[0].checkpoint.manifest.facts.get("fastest", {})
+        where = f"{(self._facts or probe(self._host.device)).name}"
+        known = noted.get(where, {}) if isinstance(noted, dict) else {}
+        names = {s.engine_name for s in able}
+        if set(known) >= names:
+            self._milliseconds = {n: float(known[n]) for n in names}
+        else:
+            self._milliseconds = {s.engine_name: _milliseconds(s.engine, embeds) for s in able}
+            with suppress(OctavoError):
+                self._cache.update_facts(
+                    able[0].checkpoint, {"fastest": {**noted, where: self._milliseconds}}
+                )
+        best = min(able, key=lambda s: self._milliseconds[s.engine_name])
+        for serving in able:
+            if serving is not best:
+                ms = self._milliseconds
+                self._refuse(
+                    serving.engine_name,
+                    serving.recipe,
+                    f"{best.engine_name} is faster here ({ms[best.engine_name]:.2f} against "
+                    f"{ms[serving.engine_name]:.2f} ms)",
+                )
+                serving.engine.close()
+        return best
+
+    # -- in the background ----------------------------------------------------------------------
+
+    def _start_background(self, engines: list[EngineName], *arguments: Any) -> None:
+        recipe = arguments[0]
+
+        def work() -> None:
+            for name in engines:
+                try:
+                    serving = self._start(name, *arguments)
+                except (OctavoError, torch.cuda.OutOfMemoryError) as error:
+                    with self._lock:
+                        self._refuse(name, recipe, _first_line(error))
+                    continue
+                with self._lock:
+                    if self._closed:
+                        serving.engine.close()
+                    else:
+                        self._next = serving
+                return
+
+        self._worker = threading.Thread(target=work, name="octavo-build", daemon=True)
+        self._worker.start()
+
+    def _take_background(self) -> None:
+        """Switch to what was built in the background: only here, between two requests."""
+        if self._next is not None:
+            old, self._serving, self._next = self._serving, self._next, None
+            if old is not None:
+                old.engine.close()
+            log.info("%s: %s serves from now on", self._host.name, self._serving.engine_name)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for a background build; True if none is running any more."""
+        worker = self._worker
+        if worker is not None:
+            worker.join(timeout_s)
+        return worker is None or not worker.is_alive()
+
+    # -- demotion, report, end ------------------------------------------------------------------
+
+    def _refuse(self, engine: str, recipe: Recipe, reason: str) -> None:
+        refusal = Refusal(engine, recipe.name, reason)
+        if refusal not in self._refusals:
+            self._refusals.append(refusal)
+
+    def _demote(self, serving: _Serving, reason: str) -> None:
+        """Take a failed engine out of service for good and put the next one in. One log line."""
+        log.warning(
+            "%s: %s failed and is not used again: %s", self._host.name, serving.engine_name, reason
+        )
+        self._refuse(serving.engine_name, serving.recipe, reason)
+        facts = self._facts or probe(self._host.device)
+        key = (
+            serving.engine_name, serving.recipe.name, serving.checkpoint.manifest.key,
+            f"{facts.type}:{facts.index}",
+        )  # fmt: skip
+        _failed[key] = reason
+        self._serving = None
+        serving.engine.close()
+        if self._request in ("auto", "fastest"):
+            self._prepare()
+
+    def report(self) -> EncoderReport:
+        """How the encoder is served at this moment."""
+        host, serving = self._host, self._serving
+        known = EncoderReport(host.name, host.spec.family, "host", refusals=tuple(self._refusals))
+        if serving is None:
+            return known
+        return replace(
+            known,
+            engine=serving.engine_name,
+            recipe=serving.recipe.name,
+            checkpoint=serving.checkpoint.manifest.key,
+            plan=serving.plan,
+            similarity=serving.similarity,
+            ready_s=self._ready_s,
+            vram_bytes=self.vram_bytes,
+            milliseconds=dict(self._milliseconds),
+        )
+
+    @property
+    def vram_bytes(self) -> int:
+        """Bytes of device memory held: the engine with its contexts, and the quantized sets."""
+        serving = self._serving
+        if serving is None:
+            return 0
+        kept = [t for w in self._sets.values() for t in _as_tensors(w).values() if t.is_cuda]
+        return serving.engine.bytes + sum(t.nbytes for t in kept)
+
+    def close(self) -> None:
+        """Free everything; `encode` raises afterwards. May be called twice."""
+        self._cancel.set()
+        with self._lock:
+            self._closed = True
+            for serving in (self._serving, self._next):
+                if serving is not None:
+                    serving.engine.close()
+            self._serving = self._next = None
+            self._sets.clear()
+
+    def __enter__(self) -> AcceleratedEncoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self._host, self._progress)
+
+
+def fingerprint_of(host: Host, report: Report = silent) -> Fingerprint:
+    """The same digests as `checkpoints.fingerprint` gives for the file the weights came from."""
+    from .checkpoints.fingerprint import fingerprint_tensors
+
+    return fingerprint_tensors(
+        host.spec, host.read, host.projection_shape,
+        lambda done, total: report(Progress(host.name, "reading", done, total)),
+    )  # fmt: skip
+
+
+def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similarity:
+    """Similarity of an engine on the check prompts; each alone and all together must agree.
+
+    Raises SimilarityError where the answer is not finite, constant, or depends on the batch.
+    """
+
+    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, last = engine.encode(embeds)
+        return hidden[-2], last
+
+    got = states_of(run, held_out.embeds, held_out.rows, held_out.projection, batch=1)
+    if not bool(torch.isfinite(got.final).all() and torch.isfinite(got.penultimate).all()):
+        raise SimilarityError("its answer to the check prompts is not finite")
+    if float((got.final[0] - got.final[-1]).abs().max()) == 0:
+        raise SimilarityError("it gives the same answer to different prompts")
+    together = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
+    batch = measure(got, together)
+    if not batch.token_min >= 0.99:
+        raise SimilarityError(
+            f"a prompt's answer depends on the batch it is in (cosine {batch.token_min:.4f})"
+        )
+    return measure(expected, got)
+
+
+def _requantized(
+    base: Fp8Weights, read: Callable[[str], Tensor], amax: Mapping[str, Tensor], device: torch.device
+) -> Fp8Weights:
+    """`base`'s recipe over patched weights; input ranges are those of the base, only ever widened."""
+    spec = base.spec
+    names = [n for n in spec.tensors() if "token_embedding" not in n]
+    fresh = base.requantized({n: read(n).to(device) for n in names})
+    # q, k and v see one input and must keep one scale: their amax are equal, so their maxima are.
+    linears = {
+        name: replace(
+            linear,
+            input_scale=torch.maximum(
+                linear.input_scale.to(device), (amax[name] / 448.0).to(device)
+            ),
+        )
+        if isinstance(linear, Fp8Linear)
+        else linear
+        for name, linear in fresh.linears.items()
+    }
+    return replace(fresh, linears=linears)
+
+
+def _as_tensors(weights: Fp8Weights) -> dict[str, Tensor]:
+    """`Fp8Weights` under the names of a checkpoint file."""
+    tensors = {POSITIONS: weights.positions}
+    for name, (weight, bias) in weights.norms.items():
+        tensors[name + ".weight"], tensors[name + ".bias"] = weight, bias
+    for name, linear in weights.linears.items():
+        tensors[name + ".weight"], tensors[name + ".bias"] = linear.weight, linear.bias
+        if isinstance(linear, Fp8Linear):
+            tensors[name + ".weight_scale"] = linear.weight_scale
+            tensors[name + ".input_scale"] = linear.input_scale
+    return tensors
+
+
+def _milliseconds(engine: Engine, embeds: Tensor, repeats: int = 20) -> float:
+    """Median wall time of one encode, milliseconds."""
+
+    def once() -> float:
+        if embeds.is_cuda:
+            torch.cuda.synchronize(embeds.device)
+        start = time.perf_counter()
+        engine.encode(embeds)
+        if embeds.is_cuda:
+            torch.cuda.synchronize(embeds.device)
+        return (time.perf_counter() - start) * 1e3
+
+    for _ in range(3):
+        once()
+    return sorted(once() for _ in range(repeats))[repeats // 2]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
