@@ -10,8 +10,6 @@ there and always right. A request that an engine was not built for goes to the h
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import threading
@@ -21,7 +19,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from .backends.onnx_ops import emit
 from .backends.plan_inputs import plan_weights
 from .backends.torch_fp8 import TorchFp8Engine
 from .backends.torch_ops import StreamedEncoder
-from .checkpoints import Fingerprint
+from .checkpoints import EncoderWeights, Fingerprint, fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized, scale_from_amax
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
@@ -301,7 +300,7 @@ class AcceleratedEncoder:
             raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
 
     def _serve_first(
-        self, engines: list[EngineName], recipe: Recipe, content: Fingerprint, facts: Device
+        self, engines: Sequence[EngineName], recipe: Recipe, content: Fingerprint, facts: Device
     ) -> bool:
         """Put the first of `engines` that passes in service; False if none does."""
         try:
@@ -316,8 +315,8 @@ class AcceleratedEncoder:
             return False
         able: list[_Serving] = []
         later: list[EngineName] = []
-        if self._background and len(engines) > 1:
-            later = [e for e in engines if e.startswith("tensorrt") and not self._has_plan(e)]
+        if self._background:
+            later = [e for e in engines if e.startswith("tensorrt")]
         for name in (e for e in engines if e not in later):
             key = (name, recipe.name, entry.manifest.key, f"{facts.type}:{facts.index}")
             if key in _failed:
@@ -335,14 +334,13 @@ class AcceleratedEncoder:
             if self._request != "fastest":
                 break
         if not able:
-            return False
+            if later:  # the host serves while TensorRT compiles
+                self._start_background(later, recipe, entry, checkpoint, check, facts)
+            return bool(later)
         self._serving = self._fastest(able) if self._request == "fastest" else able[0]
         if later:
             self._start_background(later, recipe, entry, checkpoint, check, facts)
         return True
-
-    def _has_plan(self, name: EngineName) -> bool:
-        return False  # asking costs as much as loading; the cache answers in the background thread
 
     def _start(
         self,
@@ -360,6 +358,7 @@ class AcceleratedEncoder:
         weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, recipe.body))
         plan: str | None = None
         engine: Engine
+        load: Callable[[Fp8Weights], None]
         if name == "torch_fp8":
             torch_engine = TorchFp8Engine(spec, weights, device)
             engine, load = torch_engine, torch_engine.swap_weights
@@ -625,12 +624,27 @@ class AcceleratedEncoder:
 
 def fingerprint_of(host: Host, report: Report = silent) -> Fingerprint:
     """The same digests as `checkpoints.fingerprint` gives for the file the weights came from."""
-    from .checkpoints.fingerprint import fingerprint_tensors
-
-    return fingerprint_tensors(
-        host.spec, host.read, host.projection_shape,
+    return fingerprint(
+        cast(EncoderWeights, _Live(host)),
         lambda done, total: report(Progress(host.name, "reading", done, total)),
-    )  # fmt: skip
+    )
+
+
+class _Live:
+    """A host's weights with the face of `EncoderWeights` that `fingerprint` looks at."""
+
+    prefix, scales = "", ()
+
+    def __init__(self, host: Host) -> None:
+        self.spec, self.projection_shape = host.spec, host.projection_shape
+        self.file = SimpleNamespace(path=host.name)
+        self._read = host.read
+
+    def read(self, name: str) -> Tensor:
+        return self._read(name).detach().cpu()
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        return (name,)
 
 
 def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similarity:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: the range of every linear's input, by NVIDIA ModelOpt or, without it, by our own `max`.
+"""Calibration: the range of every linear's input, by NVIDIA ModelOpt or else by our own `max`.
 
 Both see the same prompts through the same FP32 reference, and `max` gives equal numbers either way
 (tested), so which one ran does not change the checkpoint's key.
@@ -8,7 +8,9 @@ Both see the same prompts through the same FP32 reference, and `max` gives equal
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Calibration:
-    """Per linear, the largest |input| seen (float32 scalars); weight ranges only where searched for."""
+    """Per linear, the largest |input| (float32 scalars); weight ranges only where searched for."""
 
     input_amax: dict[str, Tensor]
     weight_amax: dict[str, Tensor] | None
@@ -49,11 +51,12 @@ def calibrate(
 ) -> Calibration:
     """Run `batches` of token embeddings [B, S, C] float32 through `reference`.
 
-    `modelopt`: True demands it, False avoids it, None takes it if it is installed and works. It calibrates
-    modules only: a streamed reference always uses our own `max`.
+    `modelopt`: True demands it, False avoids it, None takes it if it is installed and works. It
+    calibrates modules only: a streamed reference always uses our own `max`.
     `progress(done, total)` is called after each batch and may raise to cancel. After ModelOpt the
     module's forward is fake-quantized: take reference results before. Raises `OctavoError` if the
-    recipe's algorithm needs ModelOpt and it is missing, `QuantizationError` on NaN or infinite ranges.
+    recipe's algorithm needs ModelOpt and it is missing, `QuantizationError` on NaN or infinite
+    ranges.
     """
     if isinstance(reference, ReferenceEncoder) and (
         has_modelopt() if modelopt is None else modelopt
@@ -69,8 +72,8 @@ def calibrate(
             log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
     if recipe.algorithm != "max":
         raise OctavoError(
-            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt; install it with "
-            "'pip install nvidia-modelopt' or use 'max'."
+            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt and the reference as a "
+            "module on the CPU; install it with 'pip install nvidia-modelopt' or use 'max'."
         )
     recorder = AmaxRecorder()
     with torch.no_grad():
@@ -89,9 +92,14 @@ def _with_modelopt(
 ) -> Calibration:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "transformers not tested", "CUDA not available", ...
-        import modelopt
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.quantization.nn import TensorQuantizer
+        try:
+            import modelopt
+            import modelopt.torch.quantization as mtq
+            from modelopt.torch.quantization.nn import TensorQuantizer
+        except ImportError:
+            raise
+        except Exception as error:  # it checks the versions of others at import, in its own ways
+            raise ImportError(f"{type(error).__name__}: {error}") from error
 
         e4m3 = {"num_bits": (4, 3), "axis": None}
         # Linears only, later rules win. FP8_DEFAULT_CFG would quantize layer norm inputs too.
@@ -101,7 +109,7 @@ def _with_modelopt(
                 {"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": e4m3},
                 {"quantizer_name": "*input_quantizer", "parent_class": "nn.Linear", "cfg": e4m3},
             ],
-            "algorithm": recipe.algorithm,
+            "algorithm": None,  # calibrated below: replacing the modules prints, and must not
         }
 
         def run(module: torch.nn.Module) -> None:
@@ -112,7 +120,9 @@ def _with_modelopt(
 
         with torch.no_grad():  # not inference_mode: its tensors would stay inference tensors
             try:
-                mtq.quantize(reference, config, run)
+                with contextlib.redirect_stdout(io.StringIO()):
+                    mtq.quantize(reference, config)
+                mtq.calibrate(reference, recipe.algorithm, run)
             except AssertionError as error:
                 raise QuantizationError(f"ModelOpt refused the ranges: {error}.") from error
     amax = {
@@ -145,7 +155,7 @@ def _checked(calibration: Calibration, reference: Reference) -> Calibration:
             )
         if not bool(torch.isfinite(seen)):
             raise QuantizationError(
-                f"{name}: its input reached {seen.item()} on the calibration prompts, so the weights "
-                "overflow even in FP32; check the file."
+                f"{name}: its input reached {seen.item()} on the calibration prompts, "
+                "so the weights overflow even in FP32; check the file."
             )
     return calibration

@@ -259,6 +259,99 @@ def verify(
 
 
 @app.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g"]), default="clip_l",
+              show_default=True, help="Without MODEL: a full-size encoder with seeded weights.")  # fmt: skip
+@click.option("--shapes", default="1x77,2x77", show_default=True, help="batch x tokens, ...")
+@click.option("--repeats", type=click.IntRange(5), default=50, show_default=True)
+@click.option("--compiled/--no-compiled", default=True, help="Also transformers by torch.compile.")
+@_encoder
+@_cache
+@_json
+def bench(
+    model: Path | None,
+    seeded: str,
+    shapes: str,
+    repeats: int,
+    compiled: bool,
+    encoders: tuple[str, ...],
+    cache_dir: Path | None,
+    json_file: str | None,
+) -> None:
+    """Time every engine that can serve here beside ComfyUI's way, half precision and torch.compile.
+
+    Medians in milliseconds, in one process; the last columns are floors: the FP8 GEMMs alone, and
+    reading the weights once.
+    """
+    from . import bench as bench_module
+    from .engine_cache import EngineCache
+
+    wanted = bench_module.parse_shapes(shapes)
+    results = [
+        bench_module.bench(
+            host, [(b, min(s, host.spec.positions)) for b, s in wanted],
+            cache=EngineCache(cache_dir), repeats=repeats, compiled=compiled,
+            say=lambda text: click.echo(text, err=True),
+        )
+        for host in _bench_hosts(model, seeded, encoders)
+    ]  # fmt: skip
+    if _wrote_json(json_file, {"encoders": [r.facts() for r in results]}):
+        return
+    for result in results:
+        _show_bench(result)
+
+
+def _bench_hosts(model: Path | None, seeded: str, encoders: tuple[str, ...]) -> Iterator[Any]:
+    """The encoders to time, one after the other, so that only one lies on the device."""
+    import torch
+
+    from .bench import LiveHost
+
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if model is None:
+        from . import seeded as seeds
+
+        spec = getattr(seeds, seeded.upper())
+        tensors = {n: t.to(device) for n, t in seeds.seeded_tensors(spec)}
+        yield LiveHost(f"seeded {seeded}", spec, tensors, device)
+        return
+    from .checkpoints import detect
+    from .compile import select
+
+    for encoder in select(detect(model), encoders):
+        tensors = {n: encoder.read(n).to(device) for n in encoder.names()}
+        yield LiveHost(encoder.name, encoder.spec, tensors, device)
+
+
+def _show_bench(result: Any) -> None:
+    shapes = list(dict.fromkeys((r.batch, r.tokens) for r in result.rows))
+    floors = {(f["batch"], f["tokens"]): f for f in result.floors}
+    rows = []
+    for way in dict.fromkeys(r.way for r in result.rows):
+        for shape in shapes:
+            row = next((r for r in result.rows if (r.way, r.batch, r.tokens) == (way, *shape)), None)
+            if row is None:
+                continue
+            base, floor = result.median("comfyui", shape), floors.get(shape, {})
+            gemm = floor.get("fp8_gemms_ms")
+            traffic = floor.get("weight_traffic_ms")
+            rows.append(
+                [way, f"{shape[0]}x{shape[1]}", f"{row.median_ms:.3f}",
+                 f"{row.low_ms:.3f} - {row.high_ms:.3f}",
+                 "-" if not base else f"{base / row.median_ms:.1f}x", _cosine(row.token_mean),
+                 "-" if gemm is None else f"{gemm:.3f}",
+                 "-" if traffic is None else f"{traffic:.3f}"]
+            )  # fmt: skip
+    columns = ["way", "shape", "median ms", "10 - 90 %", "speed", "token mean", "FP8 GEMMs ms",
+               "weights read ms"]  # fmt: skip
+    _table(f"{result.encoder} on {result.device}", columns, rows)
+    for report in result.reports:
+        click.echo(report)
+    for name, reason in result.skipped.items():
+        click.echo(f"not timed: {name}: {reason}")
+
+
+@app.command()
 @_json
 def doctor(json_file: str | None) -> None:
     """What is installed, which GPU there is, which engine could serve and why the others not."""

@@ -3,9 +3,9 @@
 """Full-size encoders with seeded weights, for the demo, the tests and the benchmarks.
 
 Real weights cannot be shipped. These have CLIP's own initialisation (transformers'
-`CLIPPreTrainedModel._init_weights`) and, in every layer norm, the few channels with a large gain that
-trained CLIP and T5 show and that per-tensor FP8 has to live with. What is measured on them says
-nothing about the quality of a trained encoder.
+`CLIPPreTrainedModel._init_weights`) and, in every layer norm, the few channels with a large gain
+that trained CLIP and T5 show and that per-tensor FP8 has to live with. What is measured on them
+says nothing about the quality of a trained encoder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def seeded_tensors(
     projection: bool = True,
     dtype: torch.dtype = torch.float16,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (canonical name, tensor) in a fixed order, one tensor at a time, values set by `seed`."""
+    """Yield (canonical name, tensor), one tensor at a time in a fixed order; `seed` sets values."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, std: float) -> torch.Tensor:

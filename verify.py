@@ -22,7 +22,7 @@ ORT_MINIMUM = (1, 30)  # 1.24 rejects FP8 graphs ("MatMulIntegerToFloat")
 
 @dataclass(frozen=True)
 class States:
-    """What is compared: final normed state, hidden state before the last [B, S, C], pooled [B, P]."""
+    """What is compared: final normed and next-to-last hidden state [B, S, C], pooled [B, P]."""
 
     final: Tensor
     penultimate: Tensor
@@ -56,7 +56,10 @@ def measure(reference: States, got: States) -> Similarity:
 
     pairs = [(reference.final, got.final), (reference.penultimate, got.penultimate)]
     tokens = torch.stack([cosine(a, b) for a, b in pairs]).nan_to_num(nan=-1.0)
-    error = max(float((a.double().cpu() - b.double().cpu()).abs().max()) for a, b in pairs)
+    # Not Python's max(), which loses a NaN that comes second.
+    error = float(
+        torch.stack([(a.double().cpu() - b.double().cpu()).abs().max() for a, b in pairs]).max()
+    )
     pooled = None
     if reference.pooled is not None and got.pooled is not None:
         pooled = float(cosine(reference.pooled, got.pooled).nan_to_num(nan=-1.0).mean())
@@ -108,8 +111,8 @@ def graph_run(
     """`graph` in ONNX Runtime on the CPU as a `run` for `states_of`.
 
     `weights` are the inputs of a shared graph. An embedded graph names its checkpoint by a relative
-    path, so it must lie in a file (`model_path`) beside it. ONNX Runtime has no bf16 kernels: give the
-    float32 twin. Raises `OctavoError` if ONNX Runtime is missing or too old.
+    path, so it must lie in a file (`model_path`) beside it. ONNX Runtime has no bf16 kernels: give
+    the float32 twin. Raises `OctavoError` if ONNX Runtime is missing or too old.
     """
     try:
         import onnx

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AmaxRecorder:
-    """An `observe` for backends/torch_ops.py: per linear, the running largest |input| (float32 [])."""
+    """An `observe` for backends/torch_ops.py: per linear, the largest |input|."""
 
     def __init__(self) -> None:
         self.amax: dict[str, Tensor] = {}

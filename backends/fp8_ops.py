@@ -384,6 +384,8 @@ class Fp8Ops(Ops[Value]):
     written to: the position table, a block's `mlp.fc2`, the final norm.
     """
 
+    fast_accum = True
+
     def __init__(
         self, weights: DeviceWeights, *, simulated: bool, places: Tensors | None = None
     ) -> None:
@@ -449,16 +451,16 @@ class Fp8Ops(Ops[Value]):
     def operand(self, value: Value, matrix: Matrix) -> Tensor:
         """Any value as the input of `matrix`: E4M3 by its input scale, or in the body's dtype."""
         if isinstance(value, Norm | Attention | Activated):
-            return self.compute(value, matrix.input_scale)
-        return _quantized(self.tensor(value), matrix.input_scale)
+            return self.compute(value, matrix)
+        return _quantized(self.tensor(value), matrix)
 
-    def compute(self, value: Norm | Attention | Activated, scale: Tensor | None) -> Tensor:
-        """A deferred value in the body's dtype, or quantized with `scale`."""
+    def compute(self, value: Norm | Attention | Activated, consumer: Matrix | None) -> Tensor:
+        """A deferred value as `consumer` wants it, or in the body's dtype."""
         if isinstance(value, Norm):
-            return self.norm(value, scale)
+            return self.norm(value, consumer)
         if isinstance(value, Attention):
-            return self.attend(value, scale)
-        return self.activate(value, scale)
+            return self.attend(value, consumer)
+        return self.activate(value, consumer)
 
     def place(self, value: Sum | Norm) -> Tensor | None:
         """Where a state has to be written, if it is one that the caller wants."""
@@ -474,22 +476,22 @@ class Fp8Ops(Ops[Value]):
         addend = self.multiply(addend) if isinstance(addend, Product) else addend
         return torch.add(value.x, addend, out=self.place(value))
 
-    def norm(self, value: Norm, scale: Tensor | None) -> Tensor:
+    def norm(self, value: Norm, consumer: Matrix | None) -> Tensor:
         weight, bias = self.weights.norms[value.name]
         y = F.layer_norm(self.tensor(value.x), weight.shape, weight, bias, value.eps)
-        place = None if scale is not None else self.place(value)
-        return _quantized(y, scale) if place is None else place.copy_(y)
+        place = self.place(value) if consumer is None else None
+        return _quantized(y, consumer) if place is None else place.copy_(y)
 
-    def attend(self, value: Attention, scale: Tensor | None) -> Tensor:
+    def attend(self, value: Attention, consumer: Matrix | None) -> Tensor:
         y = causal_attention(value.q, value.k, value.v, value.heads, value.mask)
-        return _quantized(y, scale)
+        return _quantized(y, consumer)
 
-    def activate(self, value: Activated, scale: Tensor | None) -> Tensor:
+    def activate(self, value: Activated, consumer: Matrix | None) -> Tensor:
         y = self.multiply(value.product)
         if value.kind == "gelu":
-            return _quantized(F.gelu(y), scale)
+            return _quantized(F.gelu(y), consumer)
         wide = y.float()
-        return _quantized((wide * torch.sigmoid(1.702 * wide)).to(y.dtype), scale)
+        return _quantized((wide * torch.sigmoid(1.702 * wide)).to(y.dtype), consumer)
 
     def multiply(self, product: Product) -> Tensor:
         """[B, S, K] -> [B, S, N] in the body's dtype."""
@@ -517,11 +519,13 @@ class Fp8Ops(Ops[Value]):
                 scale_b=scale,
                 bias=matrix.bias[rows],
                 out_dtype=self.weights.body,
-                use_fast_accum=True,
+                use_fast_accum=self.fast_accum,
             ).view(*x.shape[:-1], -1)
             for rows, scale in zip(matrix.parts(), matrix.weight_scales, strict=True)
         ]
 
 
-def _quantized(x: Tensor, scale: Tensor | None) -> Tensor:
-    return x if scale is None else quantize_input(x, scale)
+def _quantized(x: Tensor, consumer: Matrix | None) -> Tensor:
+    if consumer is None or consumer.input_scale is None:
+        return x
+    return quantize_input(x, consumer.input_scale)

@@ -5,10 +5,10 @@
 Nothing is traced, so no torch or transformers version shapes the graph; the mathematics is
 `encoders.encode`. Two forms come out of the same code:
 
-* shared: weights, scales, biases and norms are graph *inputs*; the plan made from it holds no weights
-  and serves every checkpoint and LoRA of the architecture. TensorRT keeps the FP8 x FP8 GEMM only if
-  the scales of Q and DQ are constants, so these are fixed powers of two and the real scales are `Mul`s
-  around them (DESIGN: one plan per architecture).
+* shared: weights, scales, biases and norms are graph *inputs*; the plan made from it holds no
+  weights and serves every checkpoint and LoRA of the architecture. TensorRT keeps the FP8 x FP8
+  GEMM only if the scales of Q and DQ are constants, so these are fixed powers of two and the real
+  scales are `Mul`s around them.
 * embedded: the same graph with initializers; the large ones stay in the checkpoint file and are
   named by offset (`Graph.external`), never copied into the graph.
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..checkpoints.quantized import Precision, Structure
+from ..checkpoints.quantized import FP8_MAX, Precision, Structure
 from ..encoders import ClipSpec, Ops, encode
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ PROGRAM_VERSION = 1
 
 Body = Literal["float16", "bfloat16", "float32"]
 
-FP8_MAX = 448.0
 _MASKED = -30000.0  # two of them add up to a finite fp16, and exp() of one is 0
 _OPSET = 20
 _HALF_LIMIT = 65504.0
@@ -261,7 +260,7 @@ class EmbeddedWeights:
     """Where an embedded graph takes its weights from.
 
     `external`: graph name -> tensor of the checkpoint file whose bytes are used as they are;
-    `locations`: that tensor -> (offset, bytes) in `file`; `values`: every other weight by graph name.
+    `locations`: that tensor -> (offset, bytes) in `file`; `values`: every other weight by name.
     """
 
     file: str

@@ -77,21 +77,32 @@ def plan_weights(
 ) -> dict[str, Tensor]:
     """Graph weight name -> tensor; `read` gives tensors under their names in a checkpoint file.
 
-    FP8 weights keep their dtype; everything else is in `body`. Raises `QuantizationError` for scales
-    that are missing, not positive, or differ between linears that share one input.
+    FP8 weights keep their dtype; everything else is in `body`. Raises `QuantizationError` for
+    values that `body` cannot hold and for scales that are missing, not positive, or differ between
+    linears that share one input.
     """
-    dtype = _DTYPES[body]
-    weights = {POSITIONS: read(POSITIONS).to(dtype).contiguous()}
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        small = tensor.to(_DTYPES[body]).contiguous()
+        if not bool(small.isfinite().all()):
+            raise QuantizationError(
+                f"{name} holds values outside the range of {body}, so no plan can hold it; "
+                "the next engine is used."
+            )
+        return small
+
+    weights = {POSITIONS: rounded(POSITIONS, read(POSITIONS))}
     for norm in spec.norms():
         for part in (".weight", ".bias"):
-            weights[norm + part] = read(norm + part).to(dtype).contiguous()
+            weights[norm + part] = rounded(norm + part, read(norm + part))
     sizes = spec.linears()
     for name, linears in gemms(spec, structure, fused=fused).items():
         stacked = [read(n + ".weight") for n in linears]
         weight = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-        weights[name + ".bias"] = torch.cat([read(n + ".bias") for n in linears]).to(dtype)
+        bias = torch.cat([read(n + ".bias") for n in linears])
+        weights[name + ".bias"] = rounded(name + ".bias", bias)
         if structure[linears[0]] != "fp8":
-            weights[name + ".weight"] = weight.to(dtype).contiguous()
+            weights[name + ".weight"] = rounded(name + ".weight", weight)
             continue
         weights[name + ".weight"] = weight.contiguous()
         input_scales = torch.stack([_positive(read, n + ".input_scale") for n in linears])
@@ -108,10 +119,15 @@ def plan_weights(
 
 
 def _positive(read: Callable[[str], Tensor], name: str) -> Tensor:
-    scale = read(name).float().reshape(())
-    if not (bool(torch.isfinite(scale)) and scale > 0):
-        raise QuantizationError(f"{name} is {scale.item()}; a scale must be finite and positive.")
-    return scale
+    try:
+        scale = read(name)
+    except KeyError as error:
+        raise QuantizationError(f"{name} is missing; quantize the encoder again.") from error
+    if scale.numel() != 1 or not (bool(scale.isfinite().all()) and bool((scale > 0).all())):
+        raise QuantizationError(
+            f"{name} is {scale.tolist()}; a scale must be one finite and positive number."
+        )
+    return scale.float().reshape(())
 
 
 def embedded_weights(checkpoint: QuantizedCheckpoint, body: Body) -> EmbeddedWeights:
@@ -120,7 +136,9 @@ def embedded_weights(checkpoint: QuantizedCheckpoint, body: Body) -> EmbeddedWei
     FP8 weights lie there byte for byte as the graph wants them, and so do 16-bit ones of the body's
     dtype; everything else is a value in the graph.
     """
-    weights = plan_weights(checkpoint.spec, checkpoint.structure, checkpoint.read, body, fused=False)
+    weights = plan_weights(
+        checkpoint.spec, checkpoint.structure, checkpoint.read, body, fused=False
+    )
     external, values = {}, {}
     for name, tensor in weights.items():
         linear = name.removesuffix(".weight")

@@ -77,7 +77,8 @@ class ModuleOps(TorchOps):
 class StreamedOps(TorchOps):
     """`Ops` in FP32 over weights read one at a time: the reference in bounded memory.
 
-    `read(name)` may give any float dtype on any device; each weight is widened on `device` and dropped.
+    `read(name)` may give any float dtype on any device; each weight is widened on `device` and
+    dropped.
     """
 
     def __init__(

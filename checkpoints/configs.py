@@ -61,9 +61,11 @@ def _text_config(values: Mapping[str, Any]) -> TextConfig | None:
         width, layers, heads = text["width"], text["layers"], text["heads"]
         eps = (text.get("norm_kwargs") or {}).get("eps", 1e-5)
     else:
-        kind = values.get("model_type", "clip")
-        unsupported = None if kind in ("clip", "clip_text_model") else f"is a {shown(str(kind))}"
-        if "text_config" in values or "text_config_dict" in values:
+        kind = values.get("model_type")
+        unsupported = None
+        if kind not in (None, "clip", "clip_text_model"):
+            unsupported = f"is a {shown(str(kind))}"
+        if "text_config" in values or "text_config_dict" in values or kind == "clip":
             nested = (values.get("text_config") or {}, values.get("text_config_dict") or {})
             text = {**_HF_DEFAULTS, **nested[0], **nested[1]}
         elif "hidden_size" in values or kind == "clip_text_model":

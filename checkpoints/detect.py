@@ -128,7 +128,7 @@ def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Det
     left, towers = _other_encoders(file), []
     for prefix, layout in _candidates(file):
         if any(prefix + name in file.tensors for name in layout.tower):
-            towers.append(_Left(f"an image tower at {shown(prefix)}"))
+            towers.append(_Left(f"an image tower{_at(prefix)}"))
             continue
         if not any(prefix + name in file.tensors for name in layout.tops):
             continue  # another model's blocks, named like CLIP's
@@ -157,6 +157,10 @@ def _sentence(left: _Left) -> str:
     return f"{what} is left as it is: Octavo serves CLIP text encoders in 16 or 32 bit."
 
 
+def _at(prefix: str) -> str:
+    return f" at {shown(prefix)}" if prefix else ""
+
+
 def _listed(items: Iterable[str]) -> str:
     *rest, last = [*items] or [""]
     return f"{', '.join(rest)} and {last}" if rest else last
@@ -179,14 +183,14 @@ def _candidates(file: WeightsFile) -> list[tuple[str, Layout]]:
 
 def _unlike_clip(file: WeightsFile, prefix: str) -> _Left | None:
     """What a candidate is instead of CLIP's text encoder, by tensors that only others have."""
-    at = f"at {shown(prefix)}"
+    at = _at(prefix)
     whole = owner(prefix)
     if prefix + "cls_emb" in file.tensors:
-        return _Left(f"a CoCa text encoder {at}, which appends a class token")
+        return _Left(f"a CoCa text encoder{at}, which appends a class token")
     if prefix + "head.weight" in file.tensors or whole + "logit_bias" in file.tensors:
-        return _Left(f"a SigLIP text encoder {at}, whose attention is not causal")
+        return _Left(f"a SigLIP text encoder{at}, whose attention is not causal")
     if any(top + "text_projection.bias" in file.tensors for top in (prefix, whole)):
-        return _Left(f"a text encoder {at} whose projection has a bias")
+        return _Left(f"a text encoder{at} whose projection has a bias")
     return None
 
 
@@ -208,7 +212,7 @@ def _quantized(file: WeightsFile, prefix: str, layout: Layout) -> _Left | None:
     stored |= {n.rsplit(".", 1)[1] for n in scales}
     if not stored:
         return None
-    what = f"a CLIP text encoder at {shown(prefix)} stored as {_listed(sorted(stored))}"
+    what = f"a CLIP text encoder{_at(prefix)} stored as {_listed(sorted(stored))}"
     return _Left(what, _PLAIN)
 
 
@@ -367,7 +371,7 @@ def _other_encoders(file: WeightsFile) -> list[_Left]:
                 found.setdefault((name[: match.start()], pattern), set()).add(match[1])
     describe = {_T5: _t5, _BERT: _bert, _LLM: _llm}
     return [
-        _Left(f"{describe[pattern](file, prefix)} ({len(layers)} layers) at {shown(prefix)}")
+        _Left(f"{describe[pattern](file, prefix)} of {len(layers)} layers{_at(prefix)}")
         for (prefix, pattern), layers in sorted(found.items(), key=lambda item: item[0][0])
     ]
 
@@ -392,16 +396,14 @@ def _bert(file: WeightsFile, prefix: str) -> str:
 
 
 def _llm(file: WeightsFile, prefix: str) -> str:
-    attention = next(
-        f"{prefix}layers.{name[len(prefix) + 7 :].partition('.')[0]}."
-        for name in file.tensors
-        if name.startswith(prefix + "layers.")
-    )
-    if attention + "pre_feedforward_layernorm.weight" in file.tensors:
+    blocks = prefix + "layers."
+    inner = next(name for name in file.tensors if name.startswith(blocks)).removeprefix(blocks)
+    block = blocks + inner.partition(".")[0] + "."
+    if block + "pre_feedforward_layernorm.weight" in file.tensors:
         kind = "Gemma"
-    elif attention + "self_attention.query_key_value.weight" in file.tensors:
+    elif block + "self_attention.query_key_value.weight" in file.tensors:
         kind = "ChatGLM"
-    elif any(attention + f"self_attn.q_{x}" in file.tensors for x in ("norm.weight", "proj.bias")):
+    elif any(block + f"self_attn.q_{x}" in file.tensors for x in ("norm.weight", "proj.bias")):
         kind = "Qwen"
     else:
         kind = "Llama or Mistral"

@@ -16,7 +16,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,29 +29,18 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DAMAGED = "the file is damaged or incomplete: download or save it again"
 _PLAIN = "give the fp16, bf16 or fp32 safetensors file of the same encoder"
 
-# Bits of one element. Names are those of the safetensors format.
+# Bits of one element, by the format's names of dtypes.
 _BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
-_TORCH_NAMES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "bool": "BOOL",
+    dtype: bits
+    for bits, dtypes in (
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ"),
+        (16, "I16 U16 F16 BF16"),
+        (32, "I32 U32 F32"),
+        (64, "I64 U64 F64 C64"),
+    )
+    for dtype in dtypes.split()
 }
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "text_encoder")
@@ -133,10 +122,10 @@ class _Source:
         """The tensor, backed by the mapped file. Raises FileError."""
         # Touching a mapped page that is no longer in the file kills the process: look before.
         try:
-            unchanged = FileIdentity.of(self.path) == self.identity
+            now = replace(FileIdentity.of(self.path), ctime_ns=self.identity.ctime_ns)
         except OSError:
-            unchanged = False
-        if not unchanged:
+            now = None
+        if now != self.identity:  # but for ctime, which a new hard link changes too
             raise FileError(self.path, "changed while it was being read", "start again")
         return self._map(name)
 
@@ -274,8 +263,9 @@ class _TorchFile(_Source):
 
 
 def _torch_dtype(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return _TORCH_NAMES.get(name, name.upper())
+    """torch.bfloat16 -> BF16; the odd ones too get a name, so that they can be refused by it."""
+    name = str(tensor.dtype).removeprefix("torch.").upper()
+    return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
 class _Inert:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FP8 checkpoint: one safetensors file in ComfyUI's own `comfy_quant` layout.
 
-Per FP8 linear L: `L.weight` float8_e4m3fn [out, in], `L.weight_scale` and `L.input_scale` float32 [],
-`L.comfy_quant` uint8 JSON, so that W = weight * weight_scale and x_q = x / input_scale (ComfyUI
+Per FP8 linear L: `L.weight` float8_e4m3fn [out, in], `L.weight_scale` and `L.input_scale` float32
+[], `L.comfy_quant` uint8 JSON, so that W = weight * weight_scale and x_q = x / input_scale (ComfyUI
 comfy/ops.py `_load_quantized_module`). Names are Hugging Face's, which ComfyUI's loaders detect.
 Octavo's own facts are one JSON string under the metadata key "octavo".
 """
@@ -30,10 +30,12 @@ SCHEMA = 1
 METADATA_KEY = "octavo"
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 COMFY_FORMAT = b'{"format": "float8_e4m3fn"}'
+_LINEARS_PER_LAYER = 6
+_BODIES = ("float16", "bfloat16")
 
 
 def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
-    """amax / 448 as a float32 scalar; 1.0 where nothing but zeros was seen (any scale is exact then).
+    """amax / 448 as a float32 scalar; 1.0 where only zeros were seen (any scale is exact then).
 
     Raises `QuantizationError` where the range is unknown, NaN or infinite: it is never shipped.
     """
@@ -41,30 +43,32 @@ def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
 
     if amax is None:
         raise QuantizationError(
-            f"{name}: calibration never reached this layer, so its range is unknown; nothing was written."
+            f"{name}: calibration never reached this layer, so its range is unknown; "
+            "nothing was written."
         )
     value = amax.detach().to("cpu", torch.float32).reshape(())
     if not torch.isfinite(value):
         raise QuantizationError(
-            f"{name}: its largest magnitude is {value.item()}; FP8 needs finite values, check the file."
+            f"{name}: its largest magnitude is {value.item()}; FP8 needs finite values, "
+            "check the file."
         )
     scale = value / FP8_MAX
-    # A scale that underflows to zero would divide by zero: such a layer is zero to FP32's precision.
+    # A scale that underflows would divide by zero: such a layer is zero to FP32's precision.
     return scale if scale > 0 else torch.ones(())
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantize to float8_e4m3fn: divide in float32, clamp, round to nearest even (the cast's rule)."""
+    """Quantize to float8_e4m3fn: divide in float32, clamp; the cast rounds to nearest even."""
     import torch
 
     return (x.float() / scale.to(x.device)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def storage(tensor: Tensor) -> Tensor:
-    """The 16-bit form of an unquantized tensor, decided by its values and not by the file's dtype.
+    """The 16-bit form of an unquantized tensor, decided by its values, not by the file's dtype.
 
-    fp16 where exact, else bf16 where exact; else fp32 for vectors (small, and norms matter), and for
-    matrices fp16, or bf16 where fp16 would overflow.
+    fp16 where exact, else bf16 where exact; else fp32 for vectors (small, and norms matter), and
+    for matrices fp16, or bf16 where fp16 would overflow.
     """
     import torch
 
@@ -98,7 +102,7 @@ def quantized_tensors(
         if structure.get(linear) != "fp8" or not name.endswith(".weight"):
             tensors[name] = storage(tensor).contiguous()
             continue
-        # A calibrated (mse) range may be narrower than the weights: the clamp in to_fp8 is part of it.
+        # A searched (mse) range may be narrower than the weights: to_fp8's clamp is part of it.
         amax = weight_amax[linear] if weight_amax else tensor.float().abs().amax()
         scale = scale_from_amax(amax, name)
         tensors[name] = to_fp8(tensor, scale)
@@ -126,10 +130,12 @@ class QuantizedCheckpoint:
     names: frozenset[str]
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it lies in the file (mapped)."""
+        """A tensor as it lies in the file (mapped). Raises KeyError where there is none."""
         import safetensors
         from torch import Tensor
 
+        if name not in self.names:
+            raise KeyError(name)
         with safetensors.safe_open(self.path, framework="pt") as file:
             tensor = file.get_tensor(name)
         assert isinstance(tensor, Tensor)
@@ -144,7 +150,7 @@ class QuantizedCheckpoint:
         return tensor.float()
 
     def locations(self) -> dict[str, tuple[int, int]]:
-        """Tensor -> (offset, bytes) of its values in the file (the safetensors header, already checked)."""
+        """Tensor -> (offset, bytes) of its values in the file, from the header, already checked."""
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -183,20 +189,38 @@ def open_quantized(path: Path) -> QuantizedCheckpoint:
                 raise FileError(path, "holds an encoder of another family", remedy)
             spec = ClipSpec(**spec_facts)
             structure = dict(facts["structure"])
+            # The count first: a hostile number of layers must not make us list them.
+            whole = spec.layers * _LINEARS_PER_LAYER == len(structure)
+            if not whole or structure.keys() != spec.linears().keys():
+                raise ValueError("its structure does not name every linear")
+            if not set(structure.values()) <= {"fp8", "16bit"} or facts["body"] not in _BODIES:
+                raise ValueError("its precision is unknown")
+            expected = _expected_tensors(spec, structure)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(path, f"has unreadable Octavo metadata ({error})", remedy) from error
-        for name, shape in spec.tensors().items():
-            linear = name.removesuffix(".weight")
-            fp8 = structure.get(linear) == "fp8" and name.endswith(".weight")
-            parts = [name, linear + ".weight_scale", linear + ".input_scale"] if fp8 else [name]
-            for part in parts:
-                if part not in file.tensors:
-                    raise FileError(path, f"lacks the tensor {part}", remedy)
-            found = file.tensors[name]
-            if found.shape != shape or (found.dtype == "F8_E4M3") != fp8:
-                raise FileError(
-                    path,
-                    f"has {name} as {found.dtype} {list(found.shape)}, not {list(shape)}",
-                    remedy,
+        for name, (dtypes, shape) in expected.items():
+            found = file.tensors.get(name)
+            if found is None:
+                raise FileError(path, f"lacks the tensor {name}", remedy)
+            if found.shape != shape or found.dtype not in dtypes:
+                fault = (
+                    f"has {name} as {found.dtype} {list(found.shape)}, "
+                    f"not {' or '.join(dtypes)} {list(shape)}"
                 )
+                raise FileError(path, fault, remedy)
         return QuantizedCheckpoint(Path(path), spec, structure, facts, frozenset(file.tensors))
+
+
+def _expected_tensors(
+    spec: ClipSpec, structure: Structure
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Name -> (dtypes it may have, shape) of all that a checkpoint must hold."""
+    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    for name, shape in spec.tensors().items():
+        linear = name.removesuffix(".weight")
+        if name.endswith(".weight") and structure.get(linear) == "fp8":
+            expected[name] = (("F8_E4M3",), shape)
+            expected[linear + ".weight_scale"] = expected[linear + ".input_scale"] = (("F32",), ())
+        else:
+            expected[name] = (("F16", "BF16", "F32"), shape)
+    return expected

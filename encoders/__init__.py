@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The encoders: one file each, a spec and an `encode` over `Ops`. Imports neither torch nor numpy."""
+"""The encoders: one file each, a spec and an `encode` over `Ops`. Needs neither torch nor numpy."""
 
 from .clip import ClipSpec, encode
 from .ops import Ops

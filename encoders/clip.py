@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP's text encoder (Radford et al. 2021, arXiv:2103.00020): L, H, G, LongCLIP, any depth and width."""
+"""CLIP's text encoder (Radford et al. 2021, arXiv:2103.00020): L, H, G, LongCLIP, any size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClipSpec:
 
     @property
     def pad_token(self) -> int:
-        """What hosts fill rows up with: OpenAI's CLIP repeats the end token, OpenCLIP's writes 0."""
+        """What hosts fill rows up with: OpenAI's CLIP repeats the end token, OpenCLIP writes 0."""
         return END_TOKEN if self.activation == "quick_gelu" else 0
 
     def facts(self) -> dict[str, object]:
@@ -93,7 +93,7 @@ class ClipSpec:
 
 
 def encode(ops: Ops[T], spec: ClipSpec, embeds: T, mask: T | None = None) -> tuple[list[T], T]:
-    """Token embeddings [B, S, C] -> (the L+1 hidden states, the final normed state), [B, S, C] each.
+    """Token embeddings [B, S, C] -> (L+1 hidden states, the final normed state), all [B, S, C].
 
     `hidden[0]` is embeddings plus positions and `hidden[i]` the output of block i, as transformers'
     `hidden_states`. `mask` [B, S] is True where a key may be attended to; attention is causal.

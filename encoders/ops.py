@@ -17,7 +17,7 @@ Activation = Literal["quick_gelu", "gelu"]
 
 
 class Ops(Generic[T]):
-    """Operations on values of type `T`. The primitives raise; the derived ones may be overridden."""
+    """Operations on values of type `T`. Primitives raise; the derived ones may be overridden."""
 
     def add(self, a: T, b: T) -> T:
         """`a + b`, both [B, S, C]."""

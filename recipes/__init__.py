@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: how precision is lowered, as TOML beside this file. Standard library only.
 
-A recipe names the format, the linears it leaves in 16 bit and why, the calibration algorithm and its
-number of prompts, and the floors under which the result is refused (the demotion goes on with
+A recipe names the format, the linears it leaves in 16 bit and why, the calibration algorithm and
+its number of prompts, and the floors under which the result is refused (the demotion goes on with
 `demote_to`). `Recipe.structure` shapes the graph and is part of a plan's key; the rest is not.
 """
 
@@ -45,7 +45,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Floor:
-    """Cosines against FP32 below which a recipe is refused (verify.Similarity has the definitions)."""
+    """Cosines against FP32 below which a recipe is refused; verify.Similarity defines them."""
 
     token_mean: float
     token_min: float
@@ -53,13 +53,14 @@ class Floor:
 
 
 def shortfall(similarity: Mapping[str, float | None], floor: Floor) -> str | None:
-    """The first cosine of `similarity` that is under `floor` (or NaN), in words; None if all hold."""
+    """The first cosine of `similarity` that is under `floor` or NaN, in words; None if all hold."""
     for name, needed in asdict(floor).items():
         value = similarity.get(name)
         if value is None and name == "pooled":
             continue  # no projection
         if value is None or not value >= needed:
-            return f"{name} {value if value is None else round(value, 4)} is under the floor {needed}"
+            shown = value if value is None else f"{value:.6g}"  # 0.98999 is not 0.99
+            return f"{name} {shown} is under the floor {needed}"
     return None
 
 
@@ -88,7 +89,7 @@ class Recipe:
         return self.format == "fp8"
 
     def digest(self) -> str:
-        """What the weights of a checkpoint depend on: format, exceptions, algorithm; not the floors."""
+        """What a checkpoint's weights depend on: format, exceptions, algorithm; not the floors."""
         facts = asdict(self)
         for name in ("floor", "demote_to", "name", "prompts"):
             facts.pop(name)
@@ -98,7 +99,9 @@ class Recipe:
     def with_options(self, algorithm: str | None = None, prompts: int | None = None) -> Recipe:
         """A copy with another calibration; raises `OctavoError` for what FP8 does not allow."""
         changed = replace(
-            self, algorithm=algorithm or self.algorithm, prompts=prompts or self.prompts
+            self,
+            algorithm=self.algorithm if algorithm is None else algorithm,
+            prompts=self.prompts if prompts is None else prompts,
         )
         _check(changed)
         return changed
@@ -109,7 +112,8 @@ def _check(recipe: Recipe) -> None:
     if name not in ALGORITHMS:
         why = _REFUSED_ALGORITHMS.get(name, "it is not a ModelOpt algorithm known to Octavo")
         raise OctavoError(
-            f"calibration algorithm '{name}' cannot be used: {why}; use one of {', '.join(ALGORITHMS)}."
+            f"calibration algorithm '{name}' cannot be used: {why}; "
+            f"use one of {', '.join(ALGORITHMS)}."
         )
     if recipe.prompts < 1:
         raise OctavoError("calibration needs at least 1 prompt; the recipes use 128.")
@@ -125,6 +129,8 @@ def load_recipe(name: str) -> Recipe:
     )
     keep = tuple(Keep(**entry) for entry in data.pop("keep", []))
     floor = Floor(**data.pop("floor"))
-    recipe = Recipe(name=name, keep=keep, floor=floor, demote_to=data.pop("demote_to", None), **data)
+    recipe = Recipe(
+        name=name, keep=keep, floor=floor, demote_to=data.pop("demote_to", None), **data
+    )
     _check(recipe)
     return recipe

@@ -164,7 +164,8 @@ def _start(subject: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=log, creationflags=flags
             )
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, process_group=0)
+        else:
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, process_group=0)
     except OSError as error:
         found = f"the builder process could not be started ({error})"
         raise errors.BuildError(subject, found, f"check that {sys.executable!r} runs") from error

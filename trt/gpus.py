@@ -28,8 +28,8 @@ _NAMES = {
 _SM_OF = {name: sm for sm, names in _NAMES.items() for name in names.split()}
 # Patterns of the simplified name: a refusal need not list every card that was ever sold.
 _WITHOUT_FP8 = {
-    r"(rtx)?30\d\d(ti|super)*": "8.6",
-    r"(rtx)?20\d\d(ti|super)*|(gtx)?16\d\d(ti|super)*": "7.5",
+    r"(rtx)?(30[5-9]0|2050)(ti|super)*": "8.6",
+    r"(rtx)?20[678]0(ti|super)*|(gtx)?16\d\d(ti|super)*": "7.5",
     r"(gtx)?10\d\d(ti|super)*|p4|p6|p40|titanxp?": "6.1",
     r"(rtx)?a(400|500|1000|2000|3000|4000|4500|5000|5500|6000)|a2|a10[gm]?|a16|a40": "8.6",
     r"a100x?|a800|a30x?": "8.0",

@@ -29,6 +29,8 @@ from .gpus import FP8_SM, sm_text
 
 REPORT_INTERVAL_S = 0.05
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# The phase that takes nearly all the time (and has one step) is not what its name says.
+_PLAIN_NAMES = {"Determining refit engines": "Compiling the kernels"}
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -224,17 +226,20 @@ def _new_monitor(trt: Any, report: Report) -> Any:
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             if phase_name not in self.sizes:
-                report({"phase": phase_name, "step": 0, "of": num_steps})
+                self.tell(phase_name, 0, num_steps)
             self.sizes[phase_name] = num_steps
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             if time.monotonic() - self.last >= REPORT_INTERVAL_S:
                 self.last = time.monotonic()
-                report({"phase": phase_name, "step": step + 1, "of": self.sizes[phase_name]})
+                self.tell(phase_name, step + 1, self.sizes[phase_name])
             return True
 
         def phase_finish(self, phase_name: str) -> None:
             pass
+
+        def tell(self, phase: str, step: int, of: int) -> None:
+            report({"phase": _PLAIN_NAMES.get(phase, phase), "step": step, "of": of})
 
     return Monitor()
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-
 from octavo.encoders.clip import PROJECTION, ClipSpec
 from octavo.seeded import seeded_tensors
+from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,7 +42,7 @@ def canonical(
 
 
 def hugging_face(tensors: Tensors, prefix: str = "text_model.", projection: str = PROJECTION):
-    """`projection` is its whole name; "" leaves it out, a name without .weight stores it transposed."""
+    """`projection`: its whole name; "" leaves it out, one without .weight is stored transposed."""
     named = {}
     for name, tensor in tensors.items():
         if name != PROJECTION:

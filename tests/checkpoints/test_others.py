@@ -5,7 +5,6 @@
 import packagings as p
 import pytest
 import torch
-
 from octavo.checkpoints import detect, fingerprint
 from octavo.encoders.clip import PROJECTION
 from octavo.errors import FileError, UnsupportedEncoder
@@ -35,21 +34,21 @@ def openai(**more):
 
 ONE = torch.ones(1)
 UNSUPPORTED = {
-    "T5": (p.t5(""), "a T5 encoder (2 layers) at ''"),
-    "mT5": (p.t5("", vocabulary=250112), "an mT5 encoder (2 layers)"),
+    "T5": (p.t5(""), "holds a T5 encoder of 2 layers, which"),
+    "mT5": (p.t5("", vocabulary=250112), "an mT5 encoder of 2 layers"),
     "mT5, short": (p.t5("", vocabulary=250100), "an mT5 encoder"),
     "umT5": (p.t5("umt5xxl.transformer.", bias_per_layer=True), "a umT5 encoder"),
-    "BERT": (bert("bert."), "a BERT encoder (1 layers) at 'bert.'"),
+    "BERT": (bert("bert."), "a BERT encoder of 1 layers at 'bert.'"),
     "Chinese-CLIP": ({**bert("text_model."), **p.image_tower()}, "a BERT encoder"),
     "AltCLIP": ({**bert("text_model.roberta.", 250002), **p.image_tower()}, "an XLM-RoBERTa"),
-    "Llama": (llm("model."), "a language model of the Llama or Mistral type (3 layers)"),
+    "Llama": (llm("model."), "a language model of the Llama or Mistral type of 3 layers"),
     "Qwen3": (llm("model.", "self_attn.q_norm"), "of the Qwen type"),
     "Qwen2.5 in ComfyUI": (
         {
             **llm("text_encoders.qwen25_7b.transformer.model."),
             "text_encoders.qwen25_7b.transformer.model.layers.0.self_attn.q_proj.bias": ONE,
         },
-        "of the Qwen type (3 layers) at 'text_encoders.qwen25_7b.transformer.model.'",
+        "of the Qwen type of 3 layers at 'text_encoders.qwen25_7b.transformer.model.'",
     ),
     "Gemma": (llm("", "pre_feedforward_layernorm", "self_attn.q_norm"), "of the Gemma type"),
     "ChatGLM": (
@@ -74,7 +73,7 @@ UNSUPPORTED = {
     ),
     "image tower": (p.image_tower(), "an image tower at 'vision_model.'"),
     "image tower, OpenAI": (p.openai_image_tower(), "an image tower at 'visual.'"),
-    "image tower, flat": (p.image_tower(""), "an image tower at ''"),
+    "image tower, flat": (p.image_tower(""), "holds an image tower, which"),
     "diffusion model": (p.unet(), "a diffusion model without a text encoder"),
     "FLUX transformer": (
         {"double_blocks.0.img_attn.qkv.weight": ONE},

@@ -7,7 +7,6 @@ import json
 import packagings as p
 import pytest
 import torch
-
 from octavo.checkpoints import detect, fingerprint, open_weights
 from octavo.encoders.clip import POSITIONS, PROJECTION
 

@@ -84,6 +84,7 @@ def test_plan(sms: tuple[int, ...], target: Path) -> None:
     assert 0 < built.seconds < 60
     phases = [progress.phase for progress in seen]
     assert phases[:3] == ["Starting the builder", "Parsing the graph", "Building engine"]
+    assert "Compiling the kernels" in phases
     assert any(progress.step > 0 for progress in seen)
     assert all(0 <= progress.step <= progress.of for progress in seen)
 
@@ -192,7 +193,7 @@ def test_cancel_is_immediate(target: Path) -> None:
 
     with pytest.raises(Cancelled):
         build_plan(request_of(TOWER, 89), target=target, progress=once_building(act), cancel=cancel)
-    assert 0 < time.monotonic() - cancelled_at < 0.5
+    assert 0 < time.monotonic() - cancelled_at < 1
     assert not target.exists()
 
 

@@ -56,6 +56,8 @@ def test_every_known_name_is_its_own_short_form() -> None:
         ("RTX 3060", "8.6"),
         ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", "8.6"),
         ("rtx2080super", "7.5"),
+        ("NVIDIA GeForce RTX 2050", "8.6"),
+        ("Quadro RTX 3000", "7.5"),
         ("NVIDIA GeForce GTX 1660 SUPER", "7.5"),
         ("GTX 1080 Ti", "6.1"),
         ("GTX 980", "6.1 or older"),
@@ -109,6 +111,7 @@ def test_data_centre(said: str, sm: str) -> None:
     [
         ("rtx4091", "did you mean rtx4090"),
         ("RTX 4090 Ti", r"did you mean rtx4070ti .*rtx4090"),
+        ("rtx2000", r"did you mean .*rtx2000ada"),
         ("rtx5095", "did you mean rtx5090"),
         ("Radeon RX 7900 XTX", "name it as rtx4090"),
         ("", "name it as rtx4090"),
