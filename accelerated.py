@@ -151,7 +151,12 @@ class EncoderReport:
         if self.ready_s is not None:
             lines.append(f"  ready in {self.ready_s:.1f} s, {self.vram_bytes / 1e6:.0f} MB of VRAM")
         lines += [f"  {name}: {ms:.2f} ms for 1 prompt" for name, ms in self.milliseconds.items()]
-        lines += [f"  not {r.engine} with {r.recipe}: {r.reason}" for r in self.refusals]
+        # A missing package is the same for every recipe: once is enough.
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for r in self.refusals:
+            reasons.setdefault((r.engine, r.reason), []).append(r.recipe)
+        for (engine, reason), recipes in reasons.items():
+            lines.append(f"  not {engine} with {', '.join(recipes)}: {reason}")
         return "\n".join(lines)
 
 

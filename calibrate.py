@@ -72,8 +72,8 @@ def calibrate(
             log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
     if recipe.algorithm != "max":
         raise OctavoError(
-            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt and the reference as a "
-            "module on the CPU; install it with 'pip install nvidia-modelopt' or use 'max'."
+            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt, which calibrates on "
+            "the CPU only; install it with 'pip install nvidia-modelopt' or use 'max'."
         )
     recorder = AmaxRecorder()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def _with_modelopt(
         weights = {
             name.removesuffix(".weight_quantizer"): value.detach().float()
             for name, value in amax.items()
-            if name.endswith(".weight_quantizer")
+            if name.endswith(".weight_quantizer") and value is not None
         }
     method = f"modelopt {modelopt.__version__} {recipe.algorithm}"
     return _checked(Calibration(inputs, weights, method), reference)

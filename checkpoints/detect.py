@@ -370,10 +370,11 @@ def _other_encoders(file: WeightsFile) -> list[_Left]:
             if match:
                 found.setdefault((name[: match.start()], pattern), set()).add(match[1])
     describe = {_T5: _t5, _BERT: _bert, _LLM: _llm}
-    return [
-        _Left(f"{describe[pattern](file, prefix)} of {len(layers)} layers{_at(prefix)}")
-        for (prefix, pattern), layers in sorted(found.items(), key=lambda item: item[0][0])
-    ]
+    left = []
+    for (prefix, pattern), layers in sorted(found.items(), key=lambda item: item[0][0]):
+        count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+        left.append(_Left(f"{describe[pattern](file, prefix)} of {count}{_at(prefix)}"))
+    return left
 
 
 def _rows(file: WeightsFile, *names: str) -> int:

@@ -103,7 +103,7 @@ def quantized_tensors(
             tensors[name] = storage(tensor).contiguous()
             continue
         # A searched (mse) range may be narrower than the weights: to_fp8's clamp is part of it.
-        amax = weight_amax[linear] if weight_amax else tensor.float().abs().amax()
+        amax = tensor.float().abs().amax() if weight_amax is None else weight_amax.get(linear)
         scale = scale_from_amax(amax, name)
         tensors[name] = to_fp8(tensor, scale)
         tensors[linear + ".weight_scale"] = scale

@@ -38,7 +38,7 @@ UNSUPPORTED = {
     "mT5": (p.t5("", vocabulary=250112), "an mT5 encoder of 2 layers"),
     "mT5, short": (p.t5("", vocabulary=250100), "an mT5 encoder"),
     "umT5": (p.t5("umt5xxl.transformer.", bias_per_layer=True), "a umT5 encoder"),
-    "BERT": (bert("bert."), "a BERT encoder of 1 layers at 'bert.'"),
+    "BERT": (bert("bert."), "a BERT encoder of 1 layer at 'bert.'"),
     "Chinese-CLIP": ({**bert("text_model."), **p.image_tower()}, "a BERT encoder"),
     "AltCLIP": ({**bert("text_model.roberta.", 250002), **p.image_tower()}, "an XLM-RoBERTa"),
     "Llama": (llm("model."), "a language model of the Llama or Mistral type of 3 layers"),

@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders with seeded weights, quantized, for the tests of the numeric core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from octavo import prompts
+from octavo.backends.onnx_ops import Body
+from octavo.backends.plan_inputs import plan_weights
+from octavo.backends.torch_ops import ReferenceEncoder, embed_tokens
+from octavo.calibrate import calibrate
+from octavo.checkpoints.quantized import (
+    QuantizedCheckpoint,
+    Structure,
+    metadata,
+    open_quantized,
+    quantized_tensors,
+)
+from octavo.encoders.clip import ClipSpec
+from octavo.recipes import Recipe, load_recipe
+from octavo.seeded import CLIP_L, TINY, seeded_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+TINY_GELU = replace(TINY, activation="gelu")
+LAYER = TINY.block(0)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What `_quantize` of compile.py makes: the tensors of a checkpoint file and how they compute."""
+
+    spec: ClipSpec
+    structure: Structure
+    tensors: Mapping[str, Tensor]
+    body: Body
+
+    def plan_weights(self, *, fused: bool = True) -> dict[str, Tensor]:
+        return plan_weights(
+            self.spec, self.structure, self.tensors.__getitem__, self.body, fused=fused
+        )
+
+    def save(self, path: Path, **facts: object) -> QuantizedCheckpoint:
+        known = {"spec": self.spec.facts(), "structure": dict(self.structure), "body": self.body}
+        save_file(dict(self.tensors), path, metadata({**known, **facts}))
+        return open_quantized(path)
+
+
+def weights_of(spec: ClipSpec, *, seed: int = 0, dtype: torch.dtype = torch.float16, **options):
+    return dict(seeded_tensors(spec, seed=seed, dtype=dtype, **options))
+
+
+@cache
+def tiny(spec: ClipSpec = TINY) -> dict[str, Tensor]:
+    return weights_of(spec)
+
+
+@cache
+def clip_l() -> dict[str, Tensor]:
+    """Full-size CLIP-L in fp16: 0.25 GB, made once."""
+    return weights_of(CLIP_L)
+
+
+def rows_of(spec: ClipSpec, count: int, name: prompts.SetName = "held_out") -> list[list[int]]:
+    return prompts.padded(prompts.load_tokens(name)[:count], spec.positions, spec.pad_token)
+
+
+def embeds_of(
+    spec: ClipSpec, weights: Mapping[str, Tensor], count: int, name: prompts.SetName = "held_out"
+) -> Tensor:
+    return embed_tokens(weights.__getitem__, rows_of(spec, count, name))
+
+
+def random_embeds(spec: ClipSpec, batch: int, *, seed: int = 0) -> Tensor:
+    """Of the size that token embeddings have, [B, S, C] in FP32."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, spec.positions, spec.width, generator=random) * 0.02
+
+
+def quantize(
+    spec: ClipSpec, weights: Mapping[str, Tensor], recipe: Recipe | str = "fp8", *, prompts: int = 4
+) -> Quantized:
+    """By our own `max` on the first calibration prompts."""
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe)
+    structure, amax = recipe.structure(spec.linears()), {}
+    if recipe.calibrated:
+        embeds = embeds_of(spec, weights, prompts, "calibration").split(16)
+        reference = ReferenceEncoder(spec, weights.__getitem__)
+        amax = calibrate(reference, embeds, recipe, modelopt=False).input_amax
+    tensors = quantized_tensors(
+        spec, weights.__getitem__, structure, amax, projection="text_projection.weight" in weights
+    )
+    return Quantized(spec, structure, tensors, recipe.body)
