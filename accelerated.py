@@ -19,8 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from .backends.onnx_ops import emit
 from .backends.plan_inputs import plan_weights
 from .backends.torch_fp8 import TorchFp8Engine
 from .backends.torch_ops import StreamedEncoder
-from .checkpoints import EncoderWeights, Fingerprint, fingerprint
+from .checkpoints import Fingerprint, fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized, scale_from_amax
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
@@ -206,6 +205,7 @@ class AcceleratedEncoder:
         self._progress = report
         self._facts, self._packages = device, packages
         self._lock = threading.RLock()
+        self._content: Fingerprint | None = None
         self._prepared = False
         self._closed = False
         self._serving: _Serving | None = None
@@ -286,7 +286,6 @@ class AcceleratedEncoder:
         forced = self._request not in ("auto", "fastest")
         facts = self._facts or probe(self._host.device)
         packages = self._packages or probe_packages()
-        content: Fingerprint | None = None
         recipe: Recipe | None = self._recipe
         while recipe is not None:
             decisions = ladder(facts, packages, fp8=recipe.format == "fp8")
@@ -294,23 +293,25 @@ class AcceleratedEncoder:
             for decision in decisions:
                 if isinstance(decision, Rejected) and not forced:
                     self._refuse(decision.engine, recipe, decision.reason)
-            if engines:
-                content = content or self._fingerprint()
-                served = self._serve_first(engines, recipe, content, facts)
-                if served:
-                    return
+            if engines and self._serve_first(engines, recipe, facts):
+                return
             recipe = load_recipe(recipe.demote_to) if recipe.demote_to else None
         if forced and self._request != "host":
             last = self._refusals[-1].reason if self._refusals else "it cannot serve here"
             raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
 
-    def _serve_first(
-        self, engines: Sequence[EngineName], recipe: Recipe, content: Fingerprint, facts: Device
-    ) -> bool:
+    def _serve_first(self, engines: Sequence[EngineName], recipe: Recipe, facts: Device) -> bool:
         """Put the first of `engines` that passes in service; False if none does."""
         try:
+            if self._content is None:
+                self._content = fingerprint_of(self._host, self._progress)
             entry, _ = make_checkpoint(
-                self._host, content, recipe, self._cache, self._progress, device=self._host.device
+                self._host,
+                self._content,
+                recipe,
+                self._cache,
+                self._progress,
+                device=self._host.device,
             )
             checkpoint = open_quantized(entry.path)
             check = self._expect(self._host.read, recipe)
@@ -623,30 +624,29 @@ class AcceleratedEncoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fingerprint(self) -> Fingerprint:
-        return fingerprint_of(self._host, self._progress)
-
 
 def fingerprint_of(host: Host, report: Report = silent) -> Fingerprint:
     """The same digests as `checkpoints.fingerprint` gives for the file the weights came from."""
     return fingerprint(
-        cast(EncoderWeights, _Live(host)),
+        _Live(host),
         lambda done, total: report(Progress(host.name, "reading", done, total)),
     )
 
 
 class _Live:
-    """A host's weights with the face of `EncoderWeights` that `fingerprint` looks at."""
+    """A host's weights as `checkpoints.fingerprint` wants them: on the CPU."""
 
-    prefix, scales = "", ()
+    scales: Sequence[str] = ()
 
     def __init__(self, host: Host) -> None:
-        self.spec, self.projection_shape = host.spec, host.projection_shape
-        self.file = SimpleNamespace(path=host.name)
+        self.spec, self.projection_shape, self.label = host.spec, host.projection_shape, host.name
         self._read = host.read
 
     def read(self, name: str) -> Tensor:
         return self._read(name).detach().cpu()
+
+    def side(self, name: str) -> tuple[str, Tensor]:
+        raise KeyError(name)
 
     def sources(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -677,7 +677,10 @@ def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similar
 
 
 def _requantized(
-    base: Fp8Weights, read: Callable[[str], Tensor], amax: Mapping[str, Tensor], device: torch.device
+    base: Fp8Weights,
+    read: Callable[[str], Tensor],
+    amax: Mapping[str, Tensor],
+    device: torch.device,
 ) -> Fp8Weights:
     """`base`'s recipe over patched weights; input ranges are those of the base, only ever widened."""
     spec = base.spec

@@ -90,7 +90,7 @@ class LiveHost:
         return self.tensors[name]
 
     @torch.no_grad()
-    def encode(self, embeds: Tensor, mask: Tensor | None) -> tuple[Hidden, Tensor]:
+    def encode(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[Hidden, Tensor]:
         return self._streamed(embeds.float(), mask if mask is None else mask.bool())
 
 
@@ -125,19 +125,17 @@ def bench(
             cosine = torch.nn.functional.cosine_similarity(
                 _last(got).float(), expected[shape], dim=-1
             )
-            result.rows.append(
-                Row(way, *shape, *times, float(cosine.mean()), float(cosine.min()))
-            )
+            result.rows.append(Row(way, *shape, *times, float(cosine.mean()), float(cosine.min())))
             say(f"{way} {shape[0]}x{shape[1]}: {times[0]:.3f} ms")
 
     with torch.inference_mode():
-        time_way("comfyui", lambda x: host.encode(x, None))
+        time_way("comfyui", host.encode)
         if device.type != "cuda":
             result.skipped["everything else"] = "there is no NVIDIA GPU here"
             return result
-        half = ReferenceEncoder(host.spec, host.read, dtype=torch.float16, device=host.device)
-        time_way("half eager", lambda x: half(x.half()))
-        time_way("half CUDA graph", lambda x: half(x.half()), graph=True)
+        half = _half(host)
+        time_way("half eager", half)
+        time_way("half CUDA graph", half, graph=True)
         del half
     if compiled:
         _bench_transformers(host, time_way, result)
@@ -153,12 +151,17 @@ def bench(
             engine = AcceleratedEncoder(host, engine=decision.engine, cache=cache)
             with engine:
                 result.reports.append(engine.prepare().text())
-                time_way(decision.engine, lambda x, engine=engine: engine.encode(x))
+                time_way(decision.engine, engine.encode)
         except OctavoError as error:
             result.skipped[decision.engine] = str(error)
     with torch.inference_mode():
         result.floors = [_floor(host, shape, repeats) for shape in shapes]
     return result
+
+
+def _half(host: LiveHost) -> Callable[[Tensor], Any]:
+    module = ReferenceEncoder(host.spec, host.read, dtype=torch.float16, device=host.device)
+    return lambda x: module(x.to(torch.float16))
 
 
 def _last(output: Any) -> Tensor:
@@ -167,9 +170,7 @@ def _last(output: Any) -> Tensor:
     return output.last_hidden_state  # type: ignore[no-any-return]
 
 
-def _bench_transformers(
-    host: LiveHost, time_way: Callable[..., None], result: Bench
-) -> None:
+def _bench_transformers(host: LiveHost, time_way: Callable[..., None], result: Bench) -> None:
     try:
         from transformers import CLIPTextConfig, CLIPTextModel
     except ImportError as error:
@@ -182,8 +183,8 @@ def _bench_transformers(
         max_position_embeddings=spec.positions, layer_norm_eps=spec.layer_norm_eps,
     )  # fmt: skip
     with torch.device("meta"):
-        model = CLIPTextModel(config)
-    model = model.to_empty(device=host.device).to(torch.float16).eval()
+        made: Any = CLIPTextModel(config)
+    model = made.to_empty(device=host.device).to(torch.float16).eval()
     wanted = {n.removeprefix("text_model."): n for n in spec.tensors()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -211,10 +212,12 @@ def _bench_transformers(
         else r
         for r in result.rows
     ]
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
-def _times(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float, float]:
+def _times(
+    call: Callable[[], Any], device: torch.device, repeats: int
+) -> tuple[float, float, float]:
     """(median, 10th percentile, 90th percentile) in milliseconds."""
 
     def once() -> float:
@@ -312,7 +315,7 @@ def _versions(device: Device) -> dict[str, str]:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """"1x77,2x77" -> [(1, 77), (2, 77)]; raises OctavoError."""
+    """ "1x77,2x77" -> [(1, 77), (2, 77)]; raises OctavoError."""
     return [*_parse_shapes(text)]
 
 

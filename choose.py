@@ -22,7 +22,7 @@ REQUESTS = ("auto", "fastest", *ORDER)
 
 # NVIDIA's documented minimum drivers for the CUDA a wheel is built against (TensorRT 11.4 docs).
 _MINIMUM_DRIVER = {"cu13": 580, "cu12": 535}
-# What TensorRT for RTX 1.7 supports among the GPUs with FP8; data-centre parts are the full package's.
+# What TensorRT for RTX 1.7 supports among GPUs with FP8; data-centre parts are the full package's.
 _RTX_SMS = (89, 120, 121)
 
 
@@ -70,7 +70,7 @@ def probe_packages() -> Packages:
 
 
 def ladder(device: Device, packages: Packages, *, fp8: bool = True) -> list[Decision]:
-    """Every engine in order with its decision. `fp8=False` for the bf16 recipe, which needs no FP8."""
+    """Every engine in order with its decision. `fp8=False`: for the bf16 recipe, without FP8."""
     decisions: list[Decision] = []
     for name in ORDER:
         reason = _refusal(name, device, packages, fp8)
@@ -87,7 +87,9 @@ def _refusal(name: EngineName, device: Device, packages: Packages, fp8: bool) ->
     if device.sm is None:
         return f"the compute capability of {device.name} is not known"
     if fp8 and device.sm < FP8_SM:
-        return f"{device.describe()} has no FP8 tensor cores; they come with SM 8.9 (RTX 40) and newer"
+        return (
+            f"{device.describe()} has no FP8 tensor cores; they come with SM 8.9 (RTX 40) and newer"
+        )
     if not fp8 and device.sm < 80:
         return f"{device.describe()} has no bfloat16; it comes with SM 8.0 (RTX 30) and newer"
     if name == "torch_fp8":
@@ -111,8 +113,8 @@ def _driver_refusal(device: Device, package: Installed) -> str | None:
     if needed is None or major is None or int(major[0]) >= needed:
         return None
     return (
-        f"the driver {device.driver} is older than {needed}, which {package.cuda} builds of TensorRT "
-        "need; update the NVIDIA driver"
+        f"the driver {device.driver} is older than {needed}, which {package.cuda} builds of "
+        "TensorRT need; update the NVIDIA driver"
     )
 
 

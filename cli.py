@@ -44,11 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        click.echo(f"octavo:{where}: {error.strerror or error}; check the path and the disk.", err=True)
+        click.echo(
+            f"octavo:{where}: {error.strerror or error}; check the path and the disk.", err=True
+        )
         return EXIT_ERROR
     except Exception:
         traceback.print_exc()
-        click.echo("octavo: this is a bug in Octavo; please report it with the lines above.", err=True)
+        click.echo(
+            "octavo: this is a bug in Octavo; please report it with the lines above.", err=True
+        )
         return EXIT_ERROR
     return 0
 
@@ -101,9 +105,7 @@ _prompts = click.option(
 @_activation
 @_cache
 @_json
-def inspect(
-    model: Path, activation: Any, cache_dir: Path | None, json_file: str | None
-) -> None:
+def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str | None) -> None:
     """Name the text encoders in MODEL (a file, a shard index, or a folder).
 
     Reads only what it must: shapes from the header, values for the content key (remembered while the
@@ -329,7 +331,9 @@ def _show_bench(result: Any) -> None:
     rows = []
     for way in dict.fromkeys(r.way for r in result.rows):
         for shape in shapes:
-            row = next((r for r in result.rows if (r.way, r.batch, r.tokens) == (way, *shape)), None)
+            row = next(
+                (r for r in result.rows if (r.way, r.batch, r.tokens) == (way, *shape)), None
+            )
             if row is None:
                 continue
             base, floor = result.median("comfyui", shape), floors.get(shape, {})
@@ -424,7 +428,9 @@ def cache_prune(
 
     store = EngineCache(cache_dir)
     plan = store.plan_prune(parse_size(budget, "--budget") if budget else None)
-    gone: list[dict[str, Any]] = [{"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes]
+    gone: list[dict[str, Any]] = [
+        {"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes
+    ]
     freed = plan.freed_bytes if dry_run else plan.execute()
     facts = {
         "root": str(store.root),

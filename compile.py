@@ -199,7 +199,9 @@ def content_of(
 
 
 def checkpoint_key(spec: ClipSpec, content: Fingerprint, recipe: Recipe) -> CheckpointKey:
-    calibration = f"{prompts.set_id('calibration')}:{recipe.prompts}" if recipe.calibrated else "none"
+    calibration = (
+        f"{prompts.set_id('calibration')}:{recipe.prompts}" if recipe.calibrated else "none"
+    )
     return CheckpointKey(
         spec.facts(), content.body, content.projection, recipe.digest(), calibration, SCHEMA
     )
@@ -294,7 +296,9 @@ def build(
             )
             for target in targets_of(gpus, portable=portable)
         ]  # fmt: skip
-        built = Built(encoder, content, checkpoint, cached, similarity, tuple(e for e, _ in engines))
+        built = Built(
+            encoder, content, checkpoint, cached, similarity, tuple(e for e, _ in engines)
+        )
         result.encoders.append(built)
         result.peak_rss_bytes = max([result.peak_rss_bytes, *(peak for _, peak in engines)])
     result.peak_rss_bytes = max(result.peak_rss_bytes, peak_rss_bytes())
@@ -454,7 +458,9 @@ def _quantize(
     input_amax, weight_amax, method = {}, None, "none"
     if recipe.calibrated:
         embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds.to(device)
-        ranges = calibrate(reference, torch.split(embeds, batch), recipe, progress=step("calibrating"))
+        ranges = calibrate(
+            reference, torch.split(embeds, batch), recipe, progress=step("calibrating")
+        )
         input_amax, weight_amax, method = ranges.input_amax, ranges.weight_amax, ranges.method
     del reference  # the widened weights; what follows reads the source again, one tensor at a time
     report(Progress(source.name, "quantizing"))
@@ -623,7 +629,9 @@ def make_plan(
             facts = {
                 "seconds": round(built.seconds, 3),
                 "peak_rss_bytes": built.peak_rss_bytes,
-                "layers": None if layers is None else {
+                "layers": None
+                if layers is None
+                else {
                     "fp8_gemms": len(layers.fp8_gemms),
                     "other_gemms": len(layers.other_gemms),
                     "attentions": len(layers.attentions),
@@ -686,7 +694,9 @@ def copy_file(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise FileError(target, "is a folder", "give --output the name of a file")
-        handle, name = tempfile.mkstemp(prefix=target.stem[:32] + ".", suffix=".tmp", dir=target.parent)
+        handle, name = tempfile.mkstemp(
+            prefix=target.stem[:32] + ".", suffix=".tmp", dir=target.parent
+        )
         try:
             with os.fdopen(handle, "wb") as out, source.open("rb") as data:
                 shutil.copyfileobj(data, out, 16 * 2**20)
@@ -767,7 +777,11 @@ def verify(
 
         results.append(
             Verified(
-                encoder.name, spec.family, entry.manifest.key, similarity.facts(), judge,
+                encoder.name,
+                spec.family,
+                entry.manifest.key,
+                similarity.facts(),
+                judge,
                 shortfall(similarity.facts(), recipe.floor),
             )  # fmt: skip
         )

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The machine as frozen facts. `probe()` is the only reader; decisions take a `Device` as argument."""
+"""The machine as frozen facts. `probe()` is the only reader; decisions take a `Device`."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 FP8_SM = 89  # Ada; the first NVIDIA generation with FP8 tensor cores
 
@@ -36,7 +38,7 @@ class Device:
 
 
 def probe(device: object = None) -> Device:
-    """Read the facts of `device` (a torch device, string or index; None = the current GPU or CPU)."""
+    """Read the facts of `device` (torch device, string or index; None = the current GPU or CPU)."""
     import importlib.util
 
     import torch
@@ -79,6 +81,10 @@ def _driver_version() -> str | None:
 
 def peak_rss_bytes() -> int:
     """Peak resident memory of this process so far, in bytes (0 where the system does not tell)."""
+    with suppress(OSError):  # Linux; `ru_maxrss` starts there at the size of the parent process
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     if sys.platform == "win32":
         try:
             import psutil

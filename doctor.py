@@ -11,7 +11,10 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .device import Device
 
 # distribution -> what Octavo needs it for
 PACKAGES = {
@@ -26,6 +29,9 @@ PACKAGES = {
     "transformers": "the diffusers helper",
     "diffusers": "the diffusers helper",
 }
+NO_TORCH = (
+    "torch is not installed in this Python; use the Python of ComfyUI, or 'pip install torch'"
+)
 
 
 def examine() -> dict[str, Any]:
@@ -35,32 +41,9 @@ def examine() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
+        **_device_facts(),
     }
-    if importlib.util.find_spec("torch") is None:
-        facts["device"] = None
-        facts["problem"] = "torch is not installed in this Python; use the Python of ComfyUI, or 'pip install torch'"
-        facts["engines"] = []
-    else:
-        from .choose import Accepted, ladder, probe_packages
-        from .device import probe
-
-        device = probe()
-        facts["device"] = {
-            "type": device.type,
-            "name": device.name,
-            "sm": device.sm,
-            "memory_bytes": device.memory_bytes,
-            "driver": device.driver,
-            "cuda": device.cuda,
-        }
-        facts["engines"] = [
-            {
-                "engine": d.engine,
-                "able": isinstance(d, Accepted),
-                "reason": "" if isinstance(d, Accepted) else d.reason,
-            }
-            for d in ladder(device, probe_packages())
-        ]
+    facts["builder"] = _builder_facts()
     facts["cache"] = _cache_facts()
     return facts
 
@@ -72,14 +55,67 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _device_facts() -> dict[str, Any]:
+    """`device` that would be used, all `gpus`, `engines` with their decisions, or the `problem`."""
+    facts: dict[str, Any] = {"device": None, "gpus": [], "engines": []}
+    if importlib.util.find_spec("torch") is None:
+        return {**facts, "problem": NO_TORCH}
+    try:
+        from .choose import Accepted, ladder, probe_packages
+        from .device import probe
+
+        device = probe()
+        facts["device"] = _shown(device)
+        if device.type == "cuda":
+            import torch
+
+            facts["gpus"] = [_shown(probe(i)) for i in range(torch.cuda.device_count())]
+        facts["engines"] = [
+            {
+                "engine": d.engine,
+                "able": isinstance(d, Accepted),
+                "reason": "" if isinstance(d, Accepted) else d.reason,
+            }
+            for d in ladder(device, probe_packages())
+        ]
+    except (
+        Exception
+    ) as error:  # a broken torch or driver may raise anything, and that is the answer
+        facts["problem"] = f"torch cannot be used here: {_first_line(error)}"
+    return facts
+
+
+def _shown(device: Device) -> dict[str, Any]:
+    names = ("type", "index", "name", "sm", "memory_bytes", "driver", "cuda")
+    return {name: getattr(device, name) for name in names}
+
+
+def _builder_facts() -> dict[str, Any]:
+    """Whether `octavo build` works here; it needs no GPU."""
+    try:
+        from .trt import Missing, installed
+        from .trt.gpus import known_names
+
+        package = installed("tensorrt_rtx")
+    except Exception as error:
+        return {"able": False, "reason": _first_line(error), "gpus": []}
+    missing = [name for name in ("torch", "onnx") if importlib.util.find_spec(name) is None]
+    reason = ""
+    if isinstance(package, Missing):
+        reason = f"tensorrt_rtx: {package.reason}; {package.remedy}"
+    elif missing:
+        reason = f"not installed: {', '.join(missing)}; 'pip install {' '.join(missing)}'"
+    return {"able": not reason, "reason": reason, "gpus": list(known_names())}
+
+
 def _cache_facts() -> dict[str, Any]:
     try:
         from .engine_cache import EngineCache
 
         cache = EngineCache()
         entries = cache.entries()
-    except ImportError as error:
-        return {"problem": f"the cache cannot be used: {error}"}
+    except Exception as error:  # platformdirs is missing, OCTAVO_CACHE_BUDGET is no size, ...
+        return {"problem": f"the cache cannot be used: {_first_line(error)}"}
     return {
         "root": str(cache.root),
         "entries": len(entries),
@@ -92,53 +128,72 @@ def _cache_facts() -> dict[str, Any]:
 def _is_writable(path: Path) -> bool:
     while not path.exists() and path != path.parent:
         path = path.parent
-    return os.access(path, os.W_OK)
+    return path.is_dir() and os.access(path, os.W_OK)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def text(facts: dict[str, Any]) -> str:
     """The facts as a person reads them."""
-    lines = [f"Python {facts['python']} ({facts['executable']}) on {facts['platform']}", "", "Packages"]
+    lines = [
+        f"Python {facts['python']} ({facts['executable']}) on {facts['platform']}",
+        "",
+        "Packages",
+    ]
     for name, use in PACKAGES.items():
         version = facts["packages"][name]
         lines.append(f"  {name:16} {version or 'not installed':18} {use}")
-    device = facts["device"]
-    if device is None:
-        lines += ["", facts["problem"]]
-    else:
-        sm = f", SM {device['sm'] // 10}.{device['sm'] % 10}" if device["sm"] else ""
-        driver = f", driver {device['driver']}" if device["driver"] else ""
-        lines += ["", f"Device  {device['name']} ({device['type']}{sm}{driver})", "", "Engines"]
-        serving = False
-        for engine in facts["engines"]:
-            state = "able" if engine["able"] else "no"
-            first = engine["able"] and not serving
-            serving |= engine["able"]
-            note = "serves here" if first else engine["reason"]
-            lines.append(f"  {engine['engine']:16} {state:5} {note}".rstrip())
-    cache = facts["cache"]
+    lines += ["", *_device_text(facts), "", "Building plans (no GPU needed)"]
+    builder, cache = facts["builder"], facts["cache"]
+    lines.append("  works here" if builder["able"] else "  no: " + builder["reason"])
     lines += ["", "Cache"]
     if "problem" in cache:
         lines.append("  " + cache["problem"])
     else:
-        state = "writable" if cache["writable"] else "NOT WRITABLE: set OCTAVO_CACHE to a folder that is"
-        lines.append(f"  {cache['root']} ({state})")
+        advice = "NOT WRITABLE: set OCTAVO_CACHE to a folder that is"
+        lines.append(f"  {cache['root']} ({'writable' if cache['writable'] else advice})")
         used, budget = cache["bytes"] / 1e9, cache["budget_bytes"] / 1e9
         lines.append(f"  {cache['entries']} entries, {used:.2f} of {budget:.1f} GB")
     return "\n".join(lines)
 
 
+def _device_text(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    if facts["device"] is not None:
+        for device in facts["gpus"] or [facts["device"]]:
+            sm = f", SM {device['sm'] // 10}.{device['sm'] % 10}" if device["sm"] else ""
+            driver = f", driver {device['driver']}" if device["driver"] else ""
+            lines.append(f"Device  {device['name']} ({device['type']}{sm}{driver})")
+        lines += ["", f"Engines on {facts['device']['name']}"]
+    serving = False
+    for engine in facts["engines"]:
+        state = "able" if engine["able"] else "no"
+        first = engine["able"] and not serving
+        serving |= engine["able"]
+        note = "serves here" if first else engine["reason"]
+        lines.append(f"  {engine['engine']:16} {state:5} {note}".rstrip())
+    return [*lines, *([facts["problem"]] if "problem" in facts else [])]
+
+
 def main(arguments: list[str]) -> int:
     """`--json FILE` (`-` for standard output) writes the facts; otherwise the text is printed."""
-    facts = examine()
-    if arguments[:1] == ["--json"] and len(arguments) == 2:
-        data = json.dumps(facts, indent=1)
-        if arguments[1] == "-":
-            print(data)
-        else:
-            Path(arguments[1]).write_text(data + "\n", encoding="utf-8")
-        return 0
-    if arguments:
+    if arguments and (arguments[0] != "--json" or len(arguments) != 2):
         print("usage: doctor [--json FILE]", file=sys.stderr)
         return 2
-    print(text(facts))
+    facts = examine()
+    if not arguments:
+        print(text(facts))
+        return 0
+    data = json.dumps(facts, indent=1)
+    if arguments[1] == "-":
+        print(data)
+        return 0
+    try:
+        Path(arguments[1]).write_text(data + "\n", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"doctor: {arguments[1]}: {reason}; give another FILE.", file=sys.stderr)
+        return 2
     return 0

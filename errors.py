@@ -10,10 +10,10 @@ from __future__ import annotations
 
 
 class OctavoError(Exception):
-    """Something the user can act on; the command line prints it without a traceback, exit code 2."""
+    """What the user can act on; the command line prints it without a traceback, exit code 2."""
 
 
-class OctavoBug(Exception):  # noqa: N818 - a bug is not an error of the user's
+class OctavoBug(Exception):
     """Octavo broke its own rule; please report it."""
 
 
@@ -30,7 +30,7 @@ class UnsupportedEncoder(FileError):
 
 
 class EngineUnavailable(OctavoError):
-    """An engine that cannot serve here: `engine`, the `reason`, and what happens or helps (`remedy`)."""
+    """An engine that cannot serve here: `engine`, the `reason`, what happens or helps (`remedy`)."""
 
     def __init__(self, engine: str, reason: str, remedy: str) -> None:
         self.engine, self.reason, self.remedy = engine, reason, remedy
@@ -61,5 +61,5 @@ class SimilarityError(OctavoError):
     """An engine or checkpoint that is not close enough to FP32; the command line exits with 1."""
 
 
-class Cancelled(BaseException):  # noqa: N818
-    """The user cancelled. A BaseException, like KeyboardInterrupt: `except Exception` never eats it."""
+class Cancelled(BaseException):
+    """The user cancelled. Like KeyboardInterrupt no Exception: `except Exception` never eats it."""

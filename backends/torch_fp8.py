@@ -1,14 +1,22 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The `torch_fp8` engine: a quantized encoder on the FP8 tensor cores, through PyTorch alone."""
+"""The `torch_fp8` engine: a quantized encoder on the FP8 tensor cores, through PyTorch alone.
+
+With Triton the steps run as fused kernels (triton_kernels.py), without it as PyTorch's own
+operations; each shape is captured as a CUDA graph on its first use. Whether a device can serve at
+all is decided in choose.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,46 +24,39 @@ from torch import Tensor
 from ..encoders import ClipSpec, encode
 from ..encoders.clip import FINAL_NORM, POSITIONS
 from ..errors import EngineUnavailable
-from .fp8_ops import DeviceWeights, Fp8Ops, Fp8Weights
+from .fp8_ops import E4M3, DeviceWeights, Fp8Linear, Fp8Ops, Fp8Weights
 
 log = logging.getLogger(__name__)
 
 NAME = "torch_fp8"
 MIN_SM = (8, 9)  # Ada; the first tensor cores that take E4M3
 
+# More rows keep the GPU busy for longer than Python needs to launch them, so a graph would only
+# cost its static buffers and the copy out of them.
+GRAPH_ROWS = 16384
 
-class DeviceFacts(Protocol):
-    """What the choice needs to know of a device."""
+Shape = tuple[int, int, bool]  # batch, tokens, whether there is a mask
 
-    @property
-    def kind(self) -> str:
-        """"cuda", "cpu", "mps", ..."""
-        ...
-
-    @property
-    def sm(self) -> tuple[int, int] | None:
-        """Compute capability of an NVIDIA GPU, (8, 9) for example."""
-        ...
+# PyTorch captures one graph at a time per process.
+_capturing = threading.Lock()
 
 
-def refusal(device: DeviceFacts) -> str | None:
-    """Why this engine cannot serve on `device`, in one sentence, or None if it can."""
-    if device.kind != "cuda" or device.sm is None:
-        return f"FP8 in PyTorch needs an NVIDIA GPU, and the encoder's device is {device.kind}"
-    if device.sm < MIN_SM:
-        have, need = (f"sm_{major}{minor}" for major, minor in (device.sm, MIN_SM))
-        return f"the GPU is {have} and FP8 tensor cores start at {need}"
-    if torch.version.hip is not None:
-        return "this PyTorch is built for ROCm, whose E4M3 is another format"
-    if not hasattr(torch, "float8_e4m3fn") or not hasattr(torch, "_scaled_mm"):
-        return f"PyTorch {torch.__version__} has no FP8 matrix product; 2.6 or later has"
-    return None
+@dataclass
+class _Captured:
+    """A CUDA graph with the tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    embeds: Tensor  # [B, S, C]
+    mask: Tensor | None  # [B, S]
+    states: Tensor  # [L + 2, B, S, C]
 
 
 class TorchFp8Engine:
     """`encode(embeds [B, S, C], mask [B, S] | None)` -> fresh hidden states; safe from any thread.
 
-    On a CPU it computes the same numbers in simulation, for tests.
+    `graphs` off runs every call eagerly; `max_graphs` bounds how many shapes stay captured;
+    `triton` off keeps to PyTorch's own operations. On a CPU, or a GPU without FP8, the products are
+    simulated from the same codes. Raises EngineUnavailable where PyTorch cannot multiply FP8 here.
     """
 
     def __init__(
@@ -66,41 +67,283 @@ class TorchFp8Engine:
         *,
         graphs: bool = True,
         max_graphs: int = 8,
+        triton: bool = True,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
+        self.max_graphs = max_graphs if graphs and self.device.type == "cuda" else 0
         self._lock = threading.Lock()
-        self._weights: DeviceWeights | None = DeviceWeights(weights, self.device)
+        self._captured: OrderedDict[Shape, _Captured] = OrderedDict()
+        self._uncapturable: set[Shape] = set()
+        self._pool: Any = None
+        self._done: torch.cuda.Event | None = None  # the end of the last call's work
+        self._stream: torch.cuda.Stream | None = None  # and the stream that it was queued on
+        with self._on_device():
+            quantized = any(isinstance(v, Fp8Linear) for v in weights.linears.values())
+            self._simulated = self._must_simulate(quantized)
+            self._kernels = self._load_kernels() if triton else None
+            self._weights: DeviceWeights | None = DeviceWeights(weights, self.device)
+            if self.device.type == "cuda":
+                # The copies are queued on this stream; calls may come on any other.
+                torch.cuda.current_stream().synchronize()
 
-    @torch.no_grad()
-    def encode(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The L+1 hidden states and the final normed state, each [B, S, C] in the body's dtype."""
-        with self._lock:
-            assert self._weights is not None
-            states = self._run(embeds.to(self._weights.body), mask)
+    def encode(
+        self, embeds: Tensor, mask: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The L+1 hidden states and the final normed state, each [B, S, C] in the body's dtype.
+
+        `embeds` is of any float dtype, `mask` bool with True = attend, key 0 always. The results
+        are new tensors, queued on the caller's current stream. Raises ValueError for a shape that
+        the encoder does not have, EngineUnavailable after `close`, and torch.OutOfMemoryError.
+        """
+        self._check(embeds, mask)
+        with self._lock, self._on_device():
+            weights = self._open()
+            with self._in_order():
+                states = self._states(weights, embeds, mask)
         return tuple(states[:-1].unbind()), states[-1]
 
-    def _run(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
-        states = embeds.new_empty(self.spec.layers + 2, *embeds.shape)
-        places = {POSITIONS: states[0], FINAL_NORM: states[-1]}
-        for i in range(self.spec.layers):
-            places[self.spec.block(i) + "mlp.fc2"] = states[i + 1]
-        ops = Fp8Ops(self._weights, simulated=True, places=places)
-        _, last = encode(ops, self.spec, embeds, mask)
-        ops.tensor(last)
-        return states
-
     def swap_weights(self, weights: Fp8Weights) -> None:
-        """Take over other values of the same structure, LoRA applied for example."""
-        with self._lock:
-            assert self._weights is not None
-            self._weights.copy_from(weights)
+        """Take over other values of the same structure, LoRA applied; captured graphs stay valid.
+
+        Raises QuantizationError if the structure differs, EngineUnavailable after `close`.
+        """
+        with self._lock, self._on_device(), self._in_order():
+            self._open().copy_from(weights)
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory held."""
-        return 0 if self._weights is None else self._weights.size_bytes
+        """Bytes of device memory held: weights, and the graphs' buffers and pool."""
+        with self._lock:
+            if self._weights is None:
+                return 0
+            static = sum(
+                t.nbytes
+                for c in self._captured.values()
+                for t in (c.embeds, c.mask, c.states)
+                if t is not None
+            )
+            return self._weights.size_bytes + static + _pool_bytes(self._pool)
 
     def close(self) -> None:
-        """Free everything; a closed engine encodes no more."""
-        with self._lock:
-            self._weights = None
+        """Free everything and give the memory back to the device; then it encodes no more."""
+        with self._lock, self._on_device():
+            if self._weights is None:
+                return
+            self._wait()
+            while self._captured:
+                self._captured.popitem()[1].graph.reset()
+            self._weights = self._pool = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    # -- what serves ------------------------------------------------------------------------------
+
+    def _must_simulate(self, quantized: bool) -> bool:
+        if self.device.type != "cuda" or not quantized:
+            return self.device.type != "cuda"
+        if torch.cuda.get_device_capability() < MIN_SM:
+            return True
+        try:
+            a = torch.ones(16, 16, device=self.device).to(E4M3)
+            one = torch.ones((), device=self.device)
+            y = torch._scaled_mm(a, a.T, scale_a=one, scale_b=one, out_dtype=torch.float16)
+            works = bool((y == 16).all())
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise EngineUnavailable(
+                NAME,
+                f"PyTorch {torch.__version__} cannot multiply FP8 here ({reason})",
+                "use a build of PyTorch 2.6 or later for this GPU",
+            ) from error
+        if not works:
+            raise EngineUnavailable(
+                NAME, "an FP8 product of ones came out wrong", "update PyTorch or the driver"
+            )
+        return False
+
+    def _load_kernels(self) -> Any:
+        """The module `triton_kernels`, or None with one log line where Triton cannot serve."""
+        if self.device.type != "cuda" or self._simulated:
+            return None
+        try:
+            kernels = importlib.import_module(".triton_kernels", __package__)
+            kernels.check(self.device)
+        except ImportError as error:
+            log.info("torch_fp8 runs without Triton, which is slower (%s).", error)
+            return None
+        except Exception as error:  # a broken Triton or C compiler can raise anything
+            log.warning("torch_fp8 runs without Triton, which fails here: %s", _first_line(error))
+            return None
+        return kernels
+
+    # -- one call ---------------------------------------------------------------------------------
+
+    def _check(self, embeds: Tensor, mask: Tensor | None) -> None:
+        shape, (width, positions) = tuple(embeds.shape), (self.spec.width, self.spec.positions)
+        fits = len(shape) == 3 and shape[2] == width and 0 < shape[1] <= positions and shape[0] > 0
+        if not fits or not embeds.is_floating_point():
+            raise ValueError(
+                f"embeds are {embeds.dtype} {shape}; this encoder takes floats [batch, 1 to "
+                f"{positions} tokens, {width}]"
+            )
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape[:2]):
+            raise ValueError(
+                f"the mask is {mask.dtype} {tuple(mask.shape)}; "
+                f"embeds of {shape} need bool {shape[:2]}"
+            )
+
+    def _states(self, weights: DeviceWeights, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        """All states [L + 2, B, S, C] in one new tensor."""
+        b, s, _ = embeds.shape
+        shape: Shape = (b, s, mask is not None)
+        captured = self._graph(weights, shape)
+        if captured is None:
+            embeds = embeds.to(self.device, weights.body).contiguous()
+            mask = None if mask is None else mask.to(self.device).contiguous()
+            return self._run(weights, embeds, mask)
+        captured.embeds.copy_(embeds)
+        if mask is not None and captured.mask is not None:
+            captured.mask.copy_(mask)
+        captured.graph.replay()
+        return captured.states.clone()
+
+    def _run(
+        self,
+        weights: DeviceWeights,
+        embeds: Tensor,
+        mask: Tensor | None,
+        states: Tensor | None = None,
+        *,
+        capturing: bool = False,
+    ) -> Tensor:
+        """Run the encoder's operations; every state goes to its place in `states`."""
+        spec = self.spec
+        if states is None:
+            states = embeds.new_empty(spec.layers + 2, *embeds.shape)
+        places = {POSITIONS: states[0], FINAL_NORM: states[-1]}
+        places |= {spec.block(i) + "mlp.fc2": states[i + 1] for i in range(spec.layers)}
+        if self._kernels is not None:
+            rows = embeds.shape[0] * embeds.shape[1]
+            overlapped = capturing and self._kernels.overlaps(self.device, rows)
+            ops = self._kernels.FusedOps(weights, places=places, overlapped=overlapped)
+            try:
+                ops.tensor(encode(ops, spec, embeds, mask)[1])
+                return states
+            except self._kernels.KernelError as error:
+                log.warning("torch_fp8 goes on without Triton, which fails: %s", _first_line(error))
+                self._kernels = None
+        ops = Fp8Ops(weights, simulated=self._simulated, places=places)
+        # The last state asks for all the others, which are computed into their places on the way.
+        ops.tensor(encode(ops, spec, embeds, mask)[1])
+        return states
+
+    # -- graphs -----------------------------------------------------------------------------------
+
+    def _graph(self, weights: DeviceWeights, shape: Shape) -> _Captured | None:
+        """The graph of this shape, captured now if it is new; None if it is to run eagerly."""
+        if shape in self._captured:
+            self._captured.move_to_end(shape)
+            return self._captured[shape]
+        b, s, _ = shape
+        if self.max_graphs == 0 or b * s > GRAPH_ROWS or shape in self._uncapturable:
+            return None
+        while len(self._captured) >= self.max_graphs:
+            self._wait()  # a graph may still be running
+            self._captured.popitem(last=False)[1].graph.reset()
+        try:
+            self._captured[shape] = self._capture(weights, shape)
+        except RuntimeError as error:  # out of memory is one
+            log.warning("torch_fp8 runs %d x %d without a CUDA graph: %s", b, s, _first_line(error))
+            self._uncapturable.add(shape)
+            return None
+        return self._captured[shape]
+
+    def _capture(self, weights: DeviceWeights, shape: Shape) -> _Captured:
+        b, s, masked = shape
+        embeds = torch.zeros(b, s, self.spec.width, dtype=weights.body, device=self.device)
+        mask = torch.ones(b, s, dtype=torch.bool, device=self.device) if masked else None
+        states = embeds.new_empty(self.spec.layers + 2, *embeds.shape)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        current, side = torch.cuda.current_stream(), _side_stream(self.device)
+        with _capturing, torch.cuda.stream(side):
+            side.wait_stream(current)
+            # Once eagerly: compiles the kernels and makes cuBLAS allocate outside the graph's pool.
+            self._run(weights, embeds, mask, states)
+            # Not torch.cuda.graph, which also empties the host's allocator cache. Other threads
+            # may go on using CUDA meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._run(weights, embeds, mask, states, capturing=True)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            current.wait_stream(side)
+        return _Captured(graph, embeds, mask, states)
+
+    # -- order ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """No gradients, ordinary tensors (a host may be in inference mode), the right device."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))
+            yield
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Orders this call's work after the last call's, which may be on another stream.
+
+        The weights, the graphs' buffers and their pool are shared by all calls.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        elif stream != self._stream:
+            stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(stream)
+            self._stream = stream
+
+    def _wait(self) -> None:
+        """Wait until the device has done all work of this engine."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def _open(self) -> DeviceWeights:
+        if self._weights is None:
+            raise EngineUnavailable(NAME, "the engine is closed", "load it again")
+        return self._weights
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream per device to capture on: cuBLAS keeps a workspace for each stream it has seen."""
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
+
+
+def _pool_bytes(pool: Any) -> int:
+    """Bytes that the allocator holds for a graph pool."""
+    if pool is None:
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -55,6 +55,15 @@ class EncoderWeights:
         names = self.file.tensors if self.dtype == "fp8" else ()
         return sorted(n for n in names if n.startswith(self.prefix) and _OCTAVO_SCALES.search(n))
 
+    def side(self, name: str) -> tuple[str, torch.Tensor]:
+        """(name without the prefix, value) of one of `scales`."""
+        return name.removeprefix(self.prefix), self.file.read(name)
+
+    @property
+    def label(self) -> object:
+        """What messages call these weights: the file's path."""
+        return self.file.path
+
     def names(self) -> list[str]:
         """Canonical names in the order of `ClipSpec.tensors`; a projection comes last."""
         return list(self._parts)

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from ..encoders import ClipSpec
 from ..encoders.clip import PROJECTION
 from ..errors import FileError
-from .detect import EncoderWeights
 from .files import shown
 
 if TYPE_CHECKING:
@@ -21,6 +21,33 @@ if TYPE_CHECKING:
 
 _SCHEMA = b"octavo weights 1\n"
 _BLOCK_BYTES = 16 * 1024 * 1024  # of fp32; bounds the memory, does not change the digest
+
+
+class Weights(Protocol):
+    """What is hashed: `EncoderWeights` of a file, or a host's live weights."""
+
+    @property
+    def spec(self) -> ClipSpec: ...
+    @property
+    def projection_shape(self) -> tuple[int, int] | None: ...
+    @property
+    def scales(self) -> Sequence[str]:
+        """Names of side tensors of FP8 weights, in `side`'s terms."""
+        ...
+
+    @property
+    def label(self) -> object:
+        """The path, or whatever a person knows the weights by."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+    def side(self, name: str) -> tuple[str, torch.Tensor]:
+        """(name without the file's prefix, value) of one of `scales`."""
+        ...
+
+    def sources(self, name: str) -> Sequence[str]:
+        """What the canonical tensor `name` is called where it lies."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +59,7 @@ class Fingerprint:
 
 
 def fingerprint(
-    weights: EncoderWeights, progress: Callable[[int, int], None] | None = None
+    weights: Weights, progress: Callable[[int, int], None] | None = None
 ) -> Fingerprint:
     """Hash canonical names, shapes and values widened to fp32, little-endian, one block at a time.
 
@@ -45,7 +72,7 @@ def fingerprint(
     done = 0
 
     def feed(
-        digest: hashlib._Hash, name: str, tensor: torch.Tensor, sources: tuple[str, ...]
+        digest: hashlib._Hash, name: str, tensor: torch.Tensor, sources: Sequence[str]
     ) -> None:
         nonlocal done
         digest.update(json.dumps([name, tensor.shape]).encode() + b"\n")
@@ -61,8 +88,7 @@ def fingerprint(
     for name in shapes:
         feed(body, name, weights.read(name), weights.sources(name))
     for source in weights.scales:
-        name = source.removeprefix(weights.prefix)
-        feed(body, name, weights.file.read(source), (source,))
+        feed(body, *weights.side(source), (source,))
     if weights.projection_shape is None:
         return Fingerprint(body.hexdigest(), None)
     projection = hashlib.sha256(_SCHEMA)
@@ -91,10 +117,8 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor | None]:
         yield block if finite else None
 
 
-def _not_finite(
-    weights: EncoderWeights, tensor: torch.Tensor, sources: tuple[str, ...]
-) -> FileError:
+def _not_finite(weights: Weights, tensor: torch.Tensor, sources: Sequence[str]) -> FileError:
     count = sum(block.numel() - int(block.isfinite().sum().item()) for block in _rows(tensor))
     names = " and ".join(shown(name) for name in sources)
     fault = f"tensor {names} holds {count} values that are NaN or infinite"
-    return FileError(weights.file.path, fault, "download or save the file again")
+    return FileError(weights.label, fault, "download or save the file again")

@@ -36,7 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             gpu = _has_fp8_gpu() if gpu is None else gpu
             if not gpu:
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU with FP8 (SM 8.9 or newer)"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs an NVIDIA GPU with FP8 (SM 8.9 or newer)")
+                )
         if item.get_closest_marker("comfyui") and not os.environ.get("OCTAVO_COMFYUI"):
             item.add_marker(pytest.mark.skip(reason="needs OCTAVO_COMFYUI=<a ComfyUI checkout>"))
 

@@ -194,9 +194,9 @@ class Session:
         """Embeddings [B, S, C], any float dtype -> (the L+1 hidden states, the final state).
 
         Results are [B, S, C] in the body's dtype, new tensors at every call, in order on the
-        current stream. `mask` [B, S] bool, True = attend, needs a plan with a mask. S is at most the plan's
-        positions: shorter rows are padded, which is exact since attention is causal. More rows than
-        the plan's largest batch are split.
+        current stream. `mask` [B, S] bool, True = attend, needs a plan with a mask. S is at most the
+        plan's positions: shorter rows are padded, which is exact since attention is causal. More
+        rows than the plan's largest batch are split.
 
         Raises `EngineUnavailable` where this call cannot be served; the session lives on.
         """

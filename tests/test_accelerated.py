@@ -1,0 +1,472 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""AcceleratedEncoder on a CPU: the device is invented, so that torch_fp8 (simulated) serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from octavo import accelerated as module
+from octavo.accelerated import AcceleratedEncoder, Patched
+from octavo.backends.torch_fp8 import TorchFp8Engine
+from octavo.bench import LiveHost
+from octavo.checkpoints import detect, fingerprint
+from octavo.choose import Packages
+from octavo.device import Device
+from octavo.engine_cache import EngineCache
+from octavo.errors import EngineUnavailable, OctavoError
+from octavo.seeded import TINY, seeded_tensors
+from octavo.trt import Missing
+from torch import Tensor
+
+ADA = Device("cuda", 0, "NVIDIA GeForce RTX 4090", 89, driver="580.10")
+NO_TENSORRT = Packages(Missing("it is not here", "get it"), Missing("nor is it", "get it"), True)
+FC1 = "text_model.encoder.layers.0.mlp.fc1.weight"
+
+
+class CountingHost(LiveHost):
+    """A host that counts how often its own PyTorch answered."""
+
+    calls = 0
+
+    def encode(self, embeds: Tensor, mask: Tensor | None) -> Any:
+        self.calls += 1
+        return super().encode(embeds, mask)
+
+
+@pytest.fixture(autouse=True)
+def _no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_failed", {})
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return dict(seeded_tensors(TINY, outliers=False))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> EngineCache:
+    return EngineCache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def host(tensors: dict[str, Tensor]) -> CountingHost:
+    return CountingHost("clip_l", TINY, tensors, torch.device("cpu"))
+
+
+@pytest.fixture
+def make(host: CountingHost, cache: EngineCache) -> Iterator[Callable[..., AcceleratedEncoder]]:
+    made: list[AcceleratedEncoder] = []
+
+    def build(**options: Any) -> AcceleratedEncoder:
+        options = {"cache": cache, "device": ADA, "packages": NO_TENSORRT, **options}
+        made.append(AcceleratedEncoder(options.pop("host", host), **options))
+        return made[-1]
+
+    yield build
+    for encoder in made:
+        encoder.close()
+
+
+def prompt(seed: int = 0, batch: int = 1, tokens: int = 77) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, TINY.width, generator=generator) * 0.02
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).mean())
+
+
+def test_nothing_happens_before_the_first_prompt(make, monkeypatch) -> None:
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("heavy work at construction")
+
+    monkeypatch.setattr(module, "make_checkpoint", touched)
+    monkeypatch.setattr(module, "probe", touched)
+    make()
+
+
+def test_fp8_serves_and_is_close_to_the_host(make, host) -> None:
+    encoder = make()
+    hidden, last = encoder.encode(prompt())
+    assert host.calls == 0
+    report = encoder.report()
+    assert (report.engine, report.recipe) == ("torch_fp8", "fp8")
+    assert report.similarity is not None and report.similarity.token_mean > 0.99
+    want_hidden, want_last = host.encode(prompt(), None)
+    assert len(hidden) == TINY.layers + 1 == len(want_hidden)
+    assert cosine(last, want_last) > 0.99
+    for got, want in zip(hidden, want_hidden, strict=True):
+        assert got.shape == want.shape and cosine(got, want) > 0.99
+    assert not torch.equal(last.float(), want_last.float()), "FP8 was not used"
+    assert encoder.vram_bytes > 0
+    assert (
+        "torch_fp8" in report.text()
+        and "not tensorrt_rtx with fp8: it is not here" in report.text()
+    )
+
+
+def test_results_are_fresh_and_repeatable(make) -> None:
+    encoder = make()
+    _, first = encoder.encode(prompt(1))
+    kept = first.clone()
+    _, second = encoder.encode(prompt(2))
+    assert torch.equal(first, kept) and not torch.equal(first, second)
+    assert torch.equal(encoder.encode(prompt(1))[1], kept)
+
+
+@pytest.mark.parametrize(
+    "embeds",
+    [
+        torch.zeros(77, TINY.width),
+        torch.zeros(1, 78, TINY.width),
+        torch.zeros(1, 77, TINY.width + 1),
+        torch.zeros(1, 77, TINY.width, dtype=torch.float64),
+        torch.zeros(0, 77, TINY.width),
+        torch.zeros(1, 77, TINY.width, requires_grad=True),
+    ],
+    ids=["2-D", "too long", "too wide", "float64", "no rows", "grad"],
+)
+def test_what_no_engine_was_built_for_goes_to_the_host(make, host, monkeypatch, embeds) -> None:
+    encoder = make()
+    encoder.prepare()
+    answer = (("host",), torch.ones(()))
+    monkeypatch.setattr(host, "encode", lambda *_: answer)
+    assert encoder.encode(embeds) is answer
+    assert encoder.report().engine == "torch_fp8", "an odd request must not demote the engine"
+
+
+def test_masks(make, host) -> None:
+    encoder = make()
+    mask = torch.ones(2, 77, dtype=torch.long)
+    mask[1, 5:] = 0
+    _, got = encoder.encode(prompt(batch=2), mask)
+    assert host.calls == 0
+    assert cosine(got, host.encode(prompt(batch=2), mask)[1]) > 0.99
+    mask[0, 0] = 0  # a query with nothing to attend to: hosts differ, so the host answers
+    calls = host.calls
+    encoder.encode(prompt(batch=2), mask)
+    assert host.calls == calls + 1
+
+
+def test_cpu_is_served_by_the_host_with_the_reason(make, host) -> None:
+    encoder = make(device=Device("cpu"))
+    got = encoder.encode(prompt())[1]
+    assert torch.equal(got, host.encode(prompt(), None)[1])
+    report = encoder.report()
+    assert report.engine == "host" and report.vram_bytes == 0
+    assert {r.engine for r in report.refusals} == {"tensorrt_rtx", "tensorrt", "torch_fp8"}
+    assert all("cpu" in r.reason for r in report.refusals)
+
+
+def test_ampere_gets_16_bit_and_turing_the_host(make) -> None:
+    encoder = make(device=Device("cuda", 0, "NVIDIA GeForce RTX 3060", 86))
+    assert encoder.prepare().recipe == "bf16"
+    assert make(device=Device("cuda", 0, "Tesla T4", 75)).prepare().engine == "host"
+
+
+def test_a_forced_engine_that_cannot_serve_raises(make, monkeypatch) -> None:
+    with pytest.raises(EngineUnavailable, match="it is not here"):
+        make(engine="tensorrt_rtx").encode(prompt())
+    monkeypatch.setenv("OCTAVO_ENGINE", "tensorrt")
+    with pytest.raises(EngineUnavailable, match="nor is it"):
+        make().encode(prompt())
+    with pytest.raises(OctavoError, match="choose one of"):
+        make(engine="warp").encode(prompt())
+
+
+def test_the_environment_forces_the_host(make, host, monkeypatch) -> None:
+    monkeypatch.setenv("OCTAVO_ENGINE", "host")
+    make().encode(prompt())
+    assert host.calls == 1
+
+
+def test_demotion_through_recipes_with_reasons(make, monkeypatch) -> None:
+    real = module._check_engine
+
+    def poor(engine: Any, *arguments: Any) -> Any:
+        found = real(engine, *arguments)
+        fp8 = any(w.weight.dtype == torch.float8_e4m3fn for w in engine.test_linears)
+        return module.replace(found, token_mean=0.5) if fp8 else found
+
+    start = TorchFp8Engine.__init__
+
+    def noted(self: Any, spec: Any, weights: Any, *arguments: Any, **options: Any) -> None:
+        start(self, spec, weights, *arguments, **options)
+        self.test_linears = list(weights.linears.values())
+
+    monkeypatch.setattr(TorchFp8Engine, "__init__", noted)
+    monkeypatch.setattr(module, "_check_engine", poor)
+    report = make().prepare()
+    assert report.recipe == "bf16"
+    reasons = {r.recipe: r.reason for r in report.refusals if r.engine == "torch_fp8"}
+    assert set(reasons) == {"fp8", "fp8-mixed"}
+    assert "token_mean 0.5 is under the floor" in reasons["fp8"]
+
+
+@pytest.mark.parametrize("answer", [float("nan"), 1.0], ids=["not finite", "constant"])
+def test_an_engine_that_answers_nonsense_never_serves(make, host, monkeypatch, answer) -> None:
+    real = TorchFp8Engine.encode
+
+    def nonsense(self: Any, embeds: Tensor, mask: Tensor | None = None) -> Any:
+        hidden, last = real(self, embeds, mask)
+        return tuple(torch.full_like(h, answer) for h in hidden), torch.full_like(last, answer)
+
+    monkeypatch.setattr(TorchFp8Engine, "encode", nonsense)
+    encoder = make()
+    encoder.encode(prompt())
+    assert encoder.report().engine == "host" and host.calls == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineUnavailable("torch_fp8", "it broke", "use another"),
+        torch.cuda.OutOfMemoryError("full"),
+    ],
+    ids=["typed", "out of memory"],
+)
+def test_failure_in_a_call_is_answered_by_the_next_engine(
+    make, host, monkeypatch, caplog, error
+) -> None:
+    encoder = make()
+    encoder.prepare()
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(TorchFp8Engine, "encode", broken)
+    with caplog.at_level(logging.WARNING, logger="octavo.accelerated"):
+        got = encoder.encode(prompt())[1]
+    assert torch.equal(got, host.encode(prompt(), None)[1])
+    assert sum("is not used again" in r.message for r in caplog.records) == 1
+    caplog.clear()
+    encoder.encode(prompt())
+    assert not [r for r in caplog.records if "is not used again" in r.message], "it was tried again"
+
+
+def test_failures_are_remembered_for_the_process(make, monkeypatch) -> None:
+    starts = []
+
+    def broken(self: Any, *_: Any, **__: Any) -> None:
+        starts.append(1)
+        raise EngineUnavailable("torch_fp8", "no luck", "use another")
+
+    monkeypatch.setattr(TorchFp8Engine, "__init__", broken)
+    assert make().prepare().engine == "host"
+    tried = len(starts)
+    assert tried == 3  # fp8, fp8-mixed, bf16
+    report = make().prepare()
+    assert report.engine == "host" and len(starts) == tried
+    assert any("no luck" in r.reason for r in report.refusals)
+
+
+def test_bad_weights_leave_the_host_serving(make, tensors) -> None:
+    broken = {**tensors, FC1: torch.full_like(tensors[FC1], float("nan"))}
+    host = CountingHost("clip_l", TINY, broken, torch.device("cpu"))
+    encoder = make(host=host)
+    encoder.encode(prompt())
+    assert host.calls == 1 and encoder.report().engine == "host"
+    assert any("NaN" in r.reason for r in encoder.report().refusals)
+
+
+def test_a_cache_that_cannot_be_written_leaves_the_host_serving(make, host, tmp_path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    encoder = make(cache=EngineCache(tmp_path / "file" / "cache"))
+    encoder.encode(prompt())
+    assert host.calls == 1
+    assert any("cache" in r.reason for r in encoder.report().refusals)
+
+
+def test_live_weights_and_their_file_have_one_key(host, tensors, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, tmp_path / "clip.safetensors")
+    (found,) = detect(tmp_path / "clip.safetensors").encoders
+    assert module.fingerprint_of(host) == fingerprint(found)
+
+
+def test_the_checkpoint_is_shared_through_the_cache(make, cache, monkeypatch) -> None:
+    make().prepare()
+
+    def again(*_: Any) -> None:
+        raise AssertionError("calibrated twice")
+
+    monkeypatch.setattr("octavo.calibrate.calibrate", again)
+    assert make().prepare().engine == "torch_fp8"
+
+
+# Patched weights
+
+
+def patched(tensors: dict[str, Tensor], factor: float) -> Patched:
+    changed = {**tensors, FC1: tensors[FC1] * factor}
+    return Patched(("lora", factor), changed.__getitem__)
+
+
+def test_lora_a_b_a_none(make, tensors) -> None:
+    encoder = make()
+    base = encoder.encode(prompt())[1]
+    a, b = patched(tensors, 1.5), patched(tensors, -1.0)
+    first = encoder.encode(prompt(), None, a)[1]
+    second = encoder.encode(prompt(), None, b)[1]
+    assert torch.equal(encoder.encode(prompt(), None, a)[1], first)
+    assert torch.equal(encoder.encode(prompt())[1], base)
+    for result, factor in ((first, 1.5), (second, -1.0)):
+        changed = {**tensors, FC1: tensors[FC1] * factor}
+        want = LiveHost("x", TINY, changed, torch.device("cpu")).encode(prompt(), None)[1]
+        assert cosine(result, want) > 0.99
+        assert cosine(result, want) > cosine(base, want), "the LoRA had no effect"
+
+
+def test_lora_ranges_are_only_ever_widened(make, tensors) -> None:
+    encoder = make()
+    encoder.encode(prompt())
+    loaded: list[Any] = []
+    serving = encoder._serving
+    load = serving.load
+    serving.load = lambda weights: (loaded.append(weights), load(weights))
+    encoder.encode(prompt(), None, patched(tensors, 30.0))
+    base, widened = serving.weights.linears, loaded[0].linears
+    fc2 = FC1.replace("fc1.weight", "fc2")
+    assert widened[fc2].input_scale > base[fc2].input_scale
+    assert all(widened[n].input_scale >= base[n].input_scale for n in base)
+
+
+def test_patched_weights_that_fp8_cannot_hold_go_to_the_host(make, tensors, host) -> None:
+    encoder = make()
+    base = encoder.encode(prompt())[1]
+    broken = patched(tensors, float("nan"))
+    for _ in range(2):
+        calls = host.calls
+        encoder.encode(prompt(), None, broken)
+        assert host.calls == calls + 1
+    assert torch.equal(encoder.encode(prompt())[1], base)
+
+
+def test_patched_sets_are_bounded(make, tensors) -> None:
+    encoder = make()
+    for factor in range(1, 8):
+        encoder.encode(prompt(), None, patched(tensors, 1 + factor / 10))
+    assert len(encoder._sets) == module.KEPT_WEIGHT_SETS
+
+
+# Fastest, background, threads, end
+
+
+def test_fastest_is_noted_and_found_again(make, cache, monkeypatch) -> None:
+    encoder = make(engine="fastest")
+    report = encoder.prepare()
+    assert report.engine == "torch_fp8" and report.milliseconds["torch_fp8"] > 0
+
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("timed twice")
+
+    monkeypatch.setattr(module, "_milliseconds", again)
+    assert make(engine="fastest").prepare().milliseconds == report.milliseconds
+
+
+def test_background_switches_between_requests(make, host, monkeypatch) -> None:
+    go = threading.Event()
+    packages = Packages(
+        Missing("it is not here", "get it"), module.trt.Installed("11.4.0", "cu13"), True
+    )
+
+    def slow(
+        self: Any, name: str, checkpoint: Any, entry: Any, recipe: Any, weights: Any, facts: Any
+    ):
+        assert go.wait(30)
+        engine = TorchFp8Engine(TINY, weights, "cpu")
+        return engine, engine.swap_weights, "plan"
+
+    monkeypatch.setattr(AcceleratedEncoder, "_start_trt", slow)
+    encoder = make(background=True, packages=packages)
+    encoder.encode(prompt())
+    assert encoder.report().engine == "torch_fp8"
+    go.set()
+    assert encoder.wait(30)
+    assert encoder.report().engine == "torch_fp8", "switched outside a request"
+    encoder.encode(prompt())
+    assert encoder.report().engine == "tensorrt"
+
+
+def test_closing_during_a_background_build_leaves_nothing(make, monkeypatch) -> None:
+    go, closed = threading.Event(), []
+    packages = Packages(
+        Missing("it is not here", "get it"), module.trt.Installed("11.4.0", "cu13"), True
+    )
+
+    def slow(
+        self: Any, name: str, checkpoint: Any, entry: Any, recipe: Any, weights: Any, facts: Any
+    ):
+        assert go.wait(30)
+        engine = TorchFp8Engine(TINY, weights, "cpu")
+        close = engine.close
+        engine.close = lambda: (closed.append(1), close())
+        return engine, engine.swap_weights, "plan"
+
+    monkeypatch.setattr(AcceleratedEncoder, "_start_trt", slow)
+    encoder = make(background=True, packages=packages)
+    encoder.encode(prompt())
+    encoder.close()
+    go.set()
+    assert encoder.wait(30) and closed
+
+
+def test_four_threads_hundred_rounds(make) -> None:
+    encoder = make()
+    want = [encoder.encode(prompt(i))[1] for i in range(4)]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(25):
+            if not torch.equal(encoder.encode(prompt(index))[1], want[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_nan_in_the_input_does_not_poison_later_calls(make) -> None:
+    encoder = make()
+    want = encoder.encode(prompt())[1]
+    encoder.encode(torch.full_like(prompt(), float("nan")))
+    assert torch.equal(encoder.encode(prompt())[1], want)
+
+
+def test_close_is_final_and_harmless_twice(make) -> None:
+    encoder = make()
+    encoder.encode(prompt())
+    encoder.close()
+    encoder.close()
+    assert encoder.vram_bytes == 0
+    with pytest.raises(OctavoError, match="closed"):
+        encoder.encode(prompt())
+
+
+def test_prepare_is_done_once_by_many_threads(make, monkeypatch) -> None:
+    real, count = module.make_checkpoint, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        count.append(1)
+        time.sleep(0.05)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, "make_checkpoint", counted)
+    encoder = make()
+    threads = [threading.Thread(target=encoder.encode, args=(prompt(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(count) == 1
