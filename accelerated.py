@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""AcceleratedEncoder: one live encoder in a host, on the first engine that is able and proves itself.
+"""AcceleratedEncoder: one live encoder in a host, on the first engine that proves itself.
 
-Nothing happens before the first `encode`. Then: content key, checkpoint (cache or calibration), engines
-in the order of choose.py, each checked against the host's own weights in FP32. What fails is demoted
-with its reason: the next engine, then the next recipe, at last the host's PyTorch, which is always
-there and always right. A request that an engine was not built for goes to the host, never to a guess.
+Nothing happens before the first `encode`. Then: content key, checkpoint (cache or calibration),
+engines in the order of choose.py, each checked against the host's own weights in FP32. What fails
+is demoted with its reason: the next engine, then the next recipe, at last the host's PyTorch, which
+is always there and always right. A request that an engine was not built for goes to the host, never
+to a guess.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from .backends.plan_inputs import plan_weights
 from .backends.torch_fp8 import TorchFp8Engine
 from .backends.torch_ops import StreamedEncoder
 from .checkpoints import Fingerprint, fingerprint
-from .checkpoints.quantized import QuantizedCheckpoint, open_quantized, scale_from_amax
+from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
     Progress,
     Report,
     Sample,
     Target,
-    encoder_key,
     engine_tensors,
     make_checkpoint,
     make_plan,
@@ -48,7 +48,7 @@ from .compile import (
 )
 from .device import Device, probe
 from .encoders import ClipSpec, encode
-from .encoders.clip import POSITIONS, PROJECTION
+from .encoders.clip import POSITIONS
 from .engine_cache import EngineCache, Entry
 from .errors import EngineUnavailable, OctavoError, SimilarityError
 from .recipes import Floor, Recipe, load_recipe, shortfall
@@ -60,8 +60,8 @@ CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 toke
 KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU beside the base
 Hidden = Sequence[Tensor]
 
-# Engines that failed, for the life of the process: (engine, key, device) -> reason. A driver or a GPU
-# that refused a plan once refuses it again, and each try costs seconds.
+# Engines that failed, for the life of the process: (engine, key, device) -> reason. A driver or a
+# GPU that refused a plan once refuses it again, and each try costs seconds.
 _failed: dict[tuple[str, ...], str] = {}
 
 
@@ -104,7 +104,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Patched:
-    """Weights with a LoRA or a merge applied: `read` gives them all, `identity` tells sets apart."""
+    """Weights with a LoRA or a merge applied, told apart by `identity`."""
 
     identity: Hashable
     read: Callable[[str], Tensor]
@@ -178,9 +178,9 @@ class _Serving:
 class AcceleratedEncoder:
     """`encode(embeds, mask)` on whatever this machine can do, never wrong. Thread-safe.
 
-    `recipe`: where the ladder starts. `engine`: "auto", "fastest" or one name (OCTAVO_ENGINE overrides
-    "auto"); a forced engine that cannot serve raises EngineUnavailable. `background`: serve with
-    torch_fp8 or the host while TensorRT compiles, and switch between two requests.
+    `recipe`: where the ladder starts. `engine`: "auto", "fastest" or one name (OCTAVO_ENGINE
+    overrides "auto"); a forced engine that cannot serve raises EngineUnavailable. `background`:
+    serve with torch_fp8 or the host while TensorRT compiles, and switch between two requests.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class AcceleratedEncoder:
         check: tuple[Sample, States, dict[str, Tensor]],
         facts: Device,
     ) -> _Serving:
-        """Load one engine and let it prove itself. Raises OctavoError; nothing stays loaded then."""
+        """Load one engine and let it prove itself. On OctavoError nothing stays loaded."""
         held_out, expected, _ = check
         spec, device = checkpoint.spec, self._host.device
         tensors = {n: checkpoint.read(n) for n in engine_tensors(spec, checkpoint.structure)}
@@ -682,7 +682,7 @@ def _requantized(
     amax: Mapping[str, Tensor],
     device: torch.device,
 ) -> Fp8Weights:
-    """`base`'s recipe over patched weights; input ranges are those of the base, only ever widened."""
+    """`base`'s recipe over patched weights; the base's input ranges, only ever widened."""
     spec = base.spec
     names = [n for n in spec.tensors() if "token_embedding" not in n]
     fresh = base.requantized({n: read(n).to(device) for n in names})

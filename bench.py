@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way to run one encoder, timed side by side in one process: medians of many, after warm-up.
 
-Baselines: "comfyui" is what ComfyUI 0.33 does (16-bit weights cast to FP32 at each call, FP32 products),
-then the eager half-precision encoder, the same in a CUDA graph, and transformers through torch.compile.
-Floors: the FP8 GEMMs alone in a CUDA graph, and the time to read the weights once at the measured
-bandwidth. Timed with wall clock around device synchronisation, so launch cost counts.
+Baselines: "comfyui" is what ComfyUI 0.33 does (16-bit weights cast to FP32 at each call, FP32
+products), then the eager half-precision encoder, the same in a CUDA graph, and transformers through
+torch.compile. Floors: the FP8 GEMMs alone in a CUDA graph, and the time to read the weights once at
+the measured bandwidth. Timed with wall clock around device synchronisation, so launch cost counts.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def bench(
     compiled: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Bench:
-    """Time every way at every shape. On a machine without a GPU only the host's own way is timed."""
+    """Time every way at every shape; without a GPU only the host's own way."""
     device = probe(host.device)
     result = Bench(f"{host.name} ({host.spec.family})", device.describe(), _versions(device))
     generator = torch.Generator().manual_seed(0)
@@ -202,7 +202,7 @@ def _bench_transformers(host: LiveHost, time_way: Callable[..., None], result: B
             ids[shape] = rows.to(host.device)
         return compiled_model(input_ids=ids[shape], output_hidden_states=True)
 
-    compiled_model = torch.compile(model)
+    compiled_model: Any = torch.compile(model)
     with torch.no_grad():
         time_way("transformers compiled", run)
     # It takes token ids, so its input is another one and its similarity means nothing here.

@@ -1,23 +1,23 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a model file to cached checkpoints and plans: recognise, calibrate, verify, emit, compile, store.
+"""From a model file to cached checkpoints and plans.
 
+Recognise, calibrate, quantize, verify against FP32, emit ONNX, compile, store.
 Everything heavy is imported where it is used: a build that the cache can serve imports no torch.
 Progress comes as `Progress` events; the callback may raise to cancel, and nothing partial is left.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 from . import prompts
 from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, emit
@@ -29,13 +29,14 @@ from .checkpoints.quantized import (
     metadata,
     open_quantized,
 )
-from .device import peak_rss_bytes
+from .checkpoints.writing import refuse_unwritable, whole_file, write_safetensors
+from .device import Device, peak_rss_bytes
 from .encoders import ClipSpec
 from .encoders.clip import TOKENS
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
 from .errors import EngineUnavailable, FileError, SimilarityError
 from .recipes import Recipe
-from .trt import Flavour, Missing, installed
+from .trt import Flavour, Installed, Missing, installed
 from .trt.build import BuildRequest, build_plan
 from .trt.gpus import Gpu
 
@@ -51,6 +52,7 @@ HELD_OUT_PROMPTS = 16  # for the similarity noted with each checkpoint; `verify`
 BATCH = 16
 STREAMED_BATCH = 64  # 64 x 77 tokens through the widest layer of CLIP-G take 0.1 GB in FP32
 BATCHES = (1, 2, 16)  # min, opt, max of a plan; larger batches are split by the caller
+OUTPUT_REMEDY = "free some space or give --output another place"
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ class Target:
 
 def targets_of(gpus: Iterable[Gpu], *, portable: bool) -> list[Target]:
     """One target per name, or one for all of them."""
-    gpus = list(gpus)
+    distinct = list(dict.fromkeys(gpus))
     if portable:
-        names = "+".join(dict.fromkeys(g.name for g in gpus))
-        return [Target(names, tuple(sorted({g.sm for g in gpus})))]
-    return [Target(g.name, (g.sm,)) for g in gpus]
+        names = "+".join(g.name for g in distinct)
+        return [Target(names, tuple(sorted({g.sm for g in distinct})))]
+    return [Target(g.name, (g.sm,)) for g in distinct]
 
 
 @dataclass(frozen=True)
@@ -217,20 +219,12 @@ def plan_key(
     mask: bool = False,
     checkpoint: str | None = None,
 ) -> PlanKey:
-    """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable` without one."""
-    package = installed(flavour)
-    if isinstance(package, Missing):
-        raise EngineUnavailable(flavour, package.reason, package.remedy)
+    """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable`."""
+    package = _package(flavour)
     gpu = driver = None
     if flavour == "tensorrt":  # its plans serve the very GPU and driver they were built on
-        from .device import probe
-
-        device = probe()
-        if device.sm is None:
-            raise EngineUnavailable(
-                flavour, "it builds on the GPU it builds for and there is none here",
-                "use tensorrt_rtx, or run the build on that machine",
-            )  # fmt: skip
+        device = _local_gpu()
+        assert device.sm is not None
         gpu, driver, sms = device.name, device.driver or "unknown", (device.sm,)
     return PlanKey(
         flavour=flavour,
@@ -239,7 +233,7 @@ def plan_key(
         sms=sms,
         profile={"batch": list(BATCHES), "positions": spec.positions, "mask": mask},
         program=PROGRAM_VERSION,
-        # The activation changes the graph, eps and vocabulary do not all; one rule is safer than two.
+        # All but the vocabulary may change the graph.
         architecture={k: v for k, v in spec.facts().items() if k != "vocabulary"},
         structure={"linears": dict(structure), "body": body},
         weights="shared" if checkpoint is None else "embedded",
@@ -247,6 +241,25 @@ def plan_key(
         gpu=gpu,
         driver=driver,
     )
+
+
+def _package(flavour: Flavour) -> Installed:
+    package = installed(flavour)
+    if isinstance(package, Missing):
+        raise EngineUnavailable(flavour, package.reason, package.remedy)
+    return package
+
+
+def _local_gpu() -> Device:
+    from .device import probe
+
+    device = probe()
+    if device.sm is None:
+        raise EngineUnavailable(
+            "tensorrt", "it builds on the GPU it builds for and there is none here",
+            "use tensorrt_rtx, or run the build on that machine",
+        )  # fmt: skip
+    return device
 
 
 def build(
@@ -266,28 +279,30 @@ def build(
 ) -> BuildResult:
     """Build everything `path` needs on `gpus`, or find it in the cache.
 
-    `output` receives a copy of the FP8 checkpoint. Raises `OctavoError` for bad input or environment and
-    `SimilarityError` when a checkpoint is under its recipe's floor: then no plan is built from it.
+    `output` receives a copy of the FP8 checkpoint. Raises `OctavoError` for bad input or
+    environment, as far as it can before the long work, and `SimilarityError` when a checkpoint is
+    under its recipe's floor: then no plan is built from it.
     """
     start = time.monotonic()
     cache = cache or EngineCache()
+    _package(flavour)
+    if flavour == "tensorrt":
+        _local_gpu()
     detected = detect(path, activation=activation)
     chosen = select(detected, encoders)
-    if output is not None and len(chosen) != 1:
-        names = ", ".join(e.name for e in chosen)
-        raise FileError(
-            path, f"holds {len(chosen)} encoders ({names}) for one output file",
-            "name one with --encoder",
-        )  # fmt: skip
+    if output is not None:
+        _check_output(output, detected, chosen)
     result = BuildResult(str(detected.file.path), recipe.name, unsupported=detected.unsupported)
     for encoder in chosen:
         content = content_of(encoder, detected, cache, report)
         checkpoint, cached = checkpoint_of(encoder, detected, content, recipe, cache, report)
-        similarity = dict(checkpoint.manifest.facts.get("similarity") or {})
+        quantized = open_quantized(checkpoint.path)
+        # Of the file itself, whose checksum was verified; the manifest's facts have none.
+        similarity = dict(quantized.facts.get("similarity") or {})
+        result.recipe = str(quantized.facts.get("recipe", recipe.name))
         _check_floor(encoder.name, similarity, recipe)
         if output is not None:
             copy_file(checkpoint.path, output)
-        quantized = open_quantized(checkpoint.path)
         engines = [
             make_plan(
                 encoder.name, quantized, checkpoint.manifest.key, target, cache,
@@ -304,6 +319,19 @@ def build(
     result.peak_rss_bytes = max(result.peak_rss_bytes, peak_rss_bytes())
     result.seconds = time.monotonic() - start
     return result
+
+
+def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeights]) -> None:
+    path = detected.file.path
+    if len(chosen) != 1:
+        names = ", ".join(e.name for e in chosen)
+        raise FileError(
+            path, f"holds {len(chosen)} encoders ({names}) for one output file",
+            "name one with --encoder",
+        )  # fmt: skip
+    refuse_unwritable(output, OUTPUT_REMEDY)
+    if any(os.path.realpath(output) == identity.path for identity in detected.file.identities):
+        raise FileError(output, "is the model itself", "give --output the name of another file")
 
 
 def _body_of(checkpoint: QuantizedCheckpoint) -> Body:
@@ -343,6 +371,8 @@ def make_checkpoint(
     with cache.lock(key, on_wait=_waiting(source.name, report)):
         if (entry := cache.get("checkpoint", key)) is not None:
             return entry, True
+        with cache.temporary("checkpoint", key) as probe:
+            probe.touch()  # a cache that cannot be written shall say so now, not in a minute
         tensors, facts = _quantize(source, content, recipe, report, device)
         report(Progress(source.name, "writing the FP8 checkpoint"))
         return _store(cache, key, tensors, facts), False
@@ -358,8 +388,17 @@ def checkpoint_of(
 ) -> tuple[Entry, bool]:
     """As `make_checkpoint`; a file that Octavo wrote is its own checkpoint."""
     if detected.is_octavo:
-        return _import_quantized(detected, content, cache)
+        return _import_quantized(encoder, detected, content, cache, report)
     return make_checkpoint(encoder, content, recipe, cache, report)
+
+
+def _steps(subject: str, report: Report) -> Callable[[str], Callable[[int, int], None]]:
+    """phase -> the `progress(done, total)` that reports it."""
+
+    def of(phase: str) -> Callable[[int, int], None]:
+        return lambda done, total: report(Progress(subject, phase, done, total))
+
+    return of
 
 
 def _waiting(subject: str, report: Report) -> Callable[[float], None]:
@@ -369,35 +408,40 @@ def _waiting(subject: str, report: Report) -> Callable[[float], None]:
 def _store(
     cache: EngineCache, key: CheckpointKey, tensors: dict[str, Tensor], facts: dict[str, Any]
 ) -> Entry:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    def write(file: BinaryIO) -> None:
+        write_safetensors(file, tensors, metadata(facts))
 
-    from .errors import CacheError
-
-    with cache.temporary("checkpoint", key) as temporary:
-        try:
-            save_file(tensors, temporary, metadata(facts))
-        except SafetensorError as error:  # it hides the system's error in a text
-            raise CacheError(
-                temporary.parent, f"the checkpoint could not be written ({error})",
-                "free some space or choose another folder with OCTAVO_CACHE",
-            ) from error  # fmt: skip
-        return cache.adopt("checkpoint", key, temporary, facts)
+    return cache.put("checkpoint", key, write, facts)
 
 
 def _import_quantized(
-    detected: Detected, content: Fingerprint, cache: EngineCache
+    encoder: EncoderWeights,
+    detected: Detected,
+    content: Fingerprint,
+    cache: EngineCache,
+    report: Report,
 ) -> tuple[Entry, bool]:
     """A file Octavo wrote is its own checkpoint; it enters the cache under its content."""
     source = open_quantized(detected.file.path)
+    if encoder.spec != source.spec:
+        raise FileError(
+            source.path, "was quantized for another activation than the one asked for",
+            "leave --activation out, or build from the original file",
+        )  # fmt: skip
     key = CheckpointKey(
         source.spec.facts(), content.body, content.projection, "octavo file", "none", SCHEMA
     )
     if (entry := cache.get("checkpoint", key)) is not None:
         return entry, True
-    with cache.lock(key), cache.temporary("checkpoint", key) as temporary:
-        shutil.copyfile(source.path, temporary)
-        return cache.adopt("checkpoint", key, temporary, source.facts), False
+
+    def write(file: BinaryIO) -> None:
+        with source.path.open("rb") as data:
+            shutil.copyfileobj(data, file, 16 * 2**20)
+
+    with cache.lock(key, on_wait=_waiting(encoder.name, report)):
+        if (entry := cache.get("checkpoint", key)) is not None:
+            return entry, True
+        return cache.put("checkpoint", key, write, source.facts), False
 
 
 @dataclass(frozen=True)
@@ -442,9 +486,7 @@ def _quantize(
     spec, read = source.spec, source.read
     has_projection = source.projection_shape is not None
 
-    def step(phase: str) -> Callable[[int, int], None]:
-        return lambda done, total: report(Progress(source.name, phase, done, total))
-
+    step = _steps(source.name, report)
     report(Progress(source.name, "loading the FP32 reference"))
     # Streaming reads every weight once per batch: on a GPU one batch of all prompts, on a CPU a module.
     streamed = str(device) != "cpu"
@@ -608,6 +650,12 @@ def make_plan(
     with cache.lock(key, on_wait=_waiting(subject, report)):
         if (entry := find_plan(cache, key)) is not None:
             return engine(entry, True), 0
+        if importlib.util.find_spec("onnx") is None:
+            raise EngineUnavailable(
+                flavour,
+                "the package 'onnx', which writes the graph, is missing",
+                "pip install onnx",
+            )
         report(Progress(subject, f"emitting ONNX for {target.gpu}"))
         graph = _graph(checkpoint, body, mask=mask, embed=embed)
         request = BuildRequest(
@@ -688,30 +736,9 @@ def _external_places(
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy atomically; raises `FileError` in one sentence. `target` is replaced if it is there."""
-    target = Path(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            raise FileError(target, "is a folder", "give --output the name of a file")
-        handle, name = tempfile.mkstemp(
-            prefix=target.stem[:32] + ".", suffix=".tmp", dir=target.parent
-        )
-        try:
-            with os.fdopen(handle, "wb") as out, source.open("rb") as data:
-                shutil.copyfileobj(data, out, 16 * 2**20)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise FileError(
-            target, f"cannot be written ({error.strerror or error})",
-            "free some space or give --output another place",
-        ) from error  # fmt: skip
+    """Copy atomically; raises `FileError`. `target` is replaced if it is there."""
+    with source.open("rb") as data, whole_file(Path(target), OUTPUT_REMEDY) as out:
+        shutil.copyfileobj(data, out, 16 * 2**20)
 
 
 # Verification
@@ -745,9 +772,9 @@ def verify(
     activation: str | None = None,
     report: Report = silent,
 ) -> list[Verified]:
-    """Measure the checkpoint of `path` (made if the cache has none) against FP32, on every held-out prompt.
+    """Measure the checkpoint of `path` against FP32 on every held-out prompt.
 
-    A file that Octavo wrote has no FP32 weights: its graph is measured against its own FP8 weights,
+    The cache's, or made now. A file that Octavo wrote has no FP32 weights: its graph is measured against its own FP8 weights,
     widened. Raises `OctavoError` for bad input; a shortfall is in the result.
     """
     from .backends.torch_ops import ReferenceEncoder
@@ -764,14 +791,15 @@ def verify(
         spec = encoder.spec
         held_out = sample(spec, read, encoder.projection_shape is not None, 10**9)
         reference = ReferenceEncoder(spec, read)
+        step = _steps(encoder.name, report)
         expected = states_of(
             reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
-            progress=lambda d, t: report(Progress(encoder.name, "running the FP32 reference", d, t)),
+            progress=step("running the FP32 reference"),
         )  # fmt: skip
         del reference
         similarity, judge = similarity_of(
             spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,
-            progress=lambda d, t: report(Progress(encoder.name, "running the graph", d, t)),
+            progress=step("running the graph"),
         )  # fmt: skip
         from .recipes import shortfall
 
@@ -783,6 +811,6 @@ def verify(
                 similarity.facts(),
                 judge,
                 shortfall(similarity.facts(), recipe.floor),
-            )  # fmt: skip
+            )
         )
     return results

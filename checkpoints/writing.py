@@ -109,4 +109,4 @@ def write_safetensors(
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.write(flat.view(torch.uint8).numpy().data)

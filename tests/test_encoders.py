@@ -74,9 +74,10 @@ def test_a_spec_lists_what_transformers_has(spec: ClipSpec) -> None:
 
 
 class Listing(Ops[str]):
-    """Notes every operation; a value is the text of how it was made."""
+    """Notes every operation; a value is the text of how it was made, unless that is `brief`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, brief: bool = False) -> None:
+        self.brief = brief
         self.linears_run: list[str] = []
         self.norms_run: list[str] = []
         self.attentions: list[tuple[str, str, str, int, str | None]] = []
@@ -85,7 +86,7 @@ class Listing(Ops[str]):
         self.eps: set[float] = set()
 
     def add(self, a: str, b: str) -> str:
-        return f"({a} + {b})"
+        return "x" if self.brief else f"({a} + {b})"
 
     def add_positions(self, x: str, name: str) -> str:
         return f"({x} + {name})"
@@ -118,7 +119,7 @@ class Listing(Ops[str]):
 
 @pytest.mark.parametrize("mask", [None, "mask"])
 def test_the_program_runs_everything_once_and_in_the_listed_order(mask: str | None) -> None:
-    ops = Listing()
+    ops = Listing(brief=True)
     hidden, last = encode(ops, CLIP_H, "embeds", mask)
     assert ops.linears_run == list(CLIP_H.linears())
     assert ops.norms_run == CLIP_H.norms()
@@ -129,7 +130,7 @@ def test_the_program_runs_everything_once_and_in_the_listed_order(mask: str | No
     assert ops.gates == ["gelu"] * 24
     assert len(hidden) == 25
     assert hidden[0] == f"(embeds + {POSITIONS})"
-    assert last == f"final_layer_norm({hidden[-1]})"
+    assert last == "final_layer_norm(x)"
 
 
 def test_one_block_is_clip() -> None:

@@ -250,6 +250,10 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # half made, or the interpreter is ending
+            self.close()
+
     # -- one call -------------------------------------------------------------------------------
 
     def _encode(self, embeds: Tensor, mask: Tensor | None) -> list[Tensor]:

@@ -4,9 +4,9 @@
 
 `World` is one simulated machine: `World().module` stands for `tensorrt_rtx` (or, without its
 extras, for the full `tensorrt`) and `World().place()` for a CUDA device with torch's allocator and
-streams. A "plan" is a header as TensorRT for RTX writes it, a description of the tensors and an ONNX
-graph, which ONNX Runtime runs from and to the raw addresses that were bound. A bfloat16 plan carries
-the float32 twin of its graph.
+streams. A "plan" is a header as TensorRT for RTX writes it, a description of the tensors and an
+ONNX graph, which ONNX Runtime runs from and to the raw addresses that were bound. A bfloat16 plan
+carries the float32 twin of its graph.
 
 A broken rule raises `Violation` and is kept in `World.violations`; what the real runtime answers
 with null, False or an error code, this one does too. Faults are put into `World.faults`.
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from types import ModuleType
@@ -123,6 +124,15 @@ def plan_from_graph(
     return header + body
 
 
+@cache
+def runner_of(model: bytes) -> ort.InferenceSession:
+    """`model` in ONNX Runtime; one thread, so that equal inputs give equal bits."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
 # The simulated machine
 
 
@@ -147,9 +157,9 @@ class World:
     """One machine; see the module's docstring.
 
     `faults` (each stays until removed): "runtime" ("null", "none" or an exception), "validity"
-    (bits), "deserialize", "config", "cache", "context", "execute" (None or an exception), "oom" (the
-    number of allocations that still succeed), "rejects" (a tensor name: no address and no shape is
-    taken for it), "lies" (a tensor name: its shape in a context is wrong).
+    (bits), "deserialize", "config", "cache", "context", "execute" (None or an exception), "oom"
+    (the number of allocations that still succeed), "rejects" (a tensor name: no address and no
+    shape is taken for it), "lies" (a tensor name: its shape in a context is wrong).
     """
 
     def __init__(self, *, rtx: bool = True, version: str = VERSION) -> None:
@@ -185,8 +195,9 @@ class World:
         """Whether `name` is injected as null; raises where it is injected as an exception."""
         if name not in self.faults:
             return False
-        if isinstance(self.faults[name], BaseException):
-            raise self.faults[name]
+        fault = self.faults[name]
+        if isinstance(fault, BaseException):
+            raise type(fault)(*fault.args)  # a new one: an old one keeps its traceback alive
         return True
 
     def guarded(self, device: int, what: str) -> None:
@@ -406,12 +417,7 @@ class Engine(_Object):
         self.profile: dict[str, list[list[int]]] = about["profile"]
         self.is_twin: bool = about["twin"]
         self.device = runtime.place_index()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(
-            payload[4 + size :], options, providers=["CPUExecutionProvider"]
-        )
+        self.session = runner_of(payload[4 + size :])
 
     def __del__(self) -> None:
         contexts = self.world.live.get("context", ())
