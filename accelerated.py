@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 tokens
 KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU beside the base
 Hidden = Sequence[Tensor]
+_UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
 
 # Engines that failed, for the life of the process: (engine, key, device) -> reason. A driver or a
 # GPU that refused a plan once refuses it again, and each try costs seconds.
@@ -210,6 +211,7 @@ class AcceleratedEncoder:
         self._closed = False
         self._serving: _Serving | None = None
         self._next: _Serving | None = None  # built in the background, taken at the next request
+        self._resting: _Serving | None = None  # closed to free its memory; started again when asked
         self._worker: threading.Thread | None = None
         self._cancel = threading.Event()
         self._refusals: list[Refusal] = []
@@ -230,6 +232,13 @@ class AcceleratedEncoder:
         the host's. Raises only what the host raises, EngineUnavailable for a forced engine, and
         OctavoError after `close`.
         """
+        served = self.attempt(embeds, mask, patched)
+        return self._host.encode(embeds, mask) if served is None else served
+
+    def attempt(
+        self, embeds: Tensor, mask: Tensor | None = None, patched: Patched | None = None
+    ) -> tuple[Hidden, Tensor] | None:
+        """As `encode`, but None where the host's PyTorch must answer: the caller then runs it."""
         with self._lock:
             if self._closed:
                 raise OctavoError(
@@ -237,6 +246,7 @@ class AcceleratedEncoder:
                 )
             if not self._prepared:
                 self.prepare()
+            self._wake()
             self._take_background()
             while (serving := self._serving) is not None and self._fits(embeds, mask):
                 try:
@@ -248,7 +258,7 @@ class AcceleratedEncoder:
                     self._demote(serving, error.reason)
                 except torch.cuda.OutOfMemoryError as error:
                     self._demote(serving, f"out of GPU memory in a call ({_first_line(error)})")
-        return self._host.encode(embeds, mask)
+        return None
 
     def _fits(self, embeds: Tensor, mask: Tensor | None) -> bool:
         """Whether any engine of this spec may answer; everything else is the host's."""
@@ -430,13 +440,7 @@ class AcceleratedEncoder:
     ) -> tuple[Sample, States, dict[str, Tensor]]:
         """FP32 results of the check prompts from `read`, and the input ranges they reach."""
         spec, device = self._host.spec, self._host.device
-        projected = self._host.projection_shape is not None
-        held_out = sample(spec, read, projected, CHECK_PROMPTS)
-        held_out = replace(
-            held_out,
-            embeds=held_out.embeds.to(device),
-            projection=None if held_out.projection is None else held_out.projection.to(device),
-        )
+        held_out = self._held_out(read)
         recorder = AmaxRecorder()
         reference = StreamedEncoder(spec, read, device)
 
@@ -447,6 +451,18 @@ class AcceleratedEncoder:
 
         states = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
         return held_out, states, recorder.amax
+
+    def _held_out(self, read: Callable[[str], Tensor]) -> Sample:
+        """The check prompts, on the host's device."""
+        device = self._host.device
+        held_out = sample(
+            self._host.spec, read, self._host.projection_shape is not None, CHECK_PROMPTS
+        )
+        return replace(
+            held_out,
+            embeds=held_out.embeds.to(device),
+            projection=None if held_out.projection is None else held_out.projection.to(device),
+        )
 
     # -- patched weights ------------------------------------------------------------------------
 
@@ -469,8 +485,8 @@ class AcceleratedEncoder:
         try:
             held_out, expected, amax = self._expect(patched.read, serving.recipe)
             weights = _requantized(serving.weights, patched.read, amax, self._host.device)
+            serving.loaded = _UNPROVEN
             serving.load(weights)
-            serving.loaded = identity
             similarity = _check_engine(serving.engine, held_out, expected)
             short = shortfall(similarity.facts(), self._floor or serving.recipe.floor)
         except (EngineUnavailable, torch.cuda.OutOfMemoryError):
@@ -481,6 +497,7 @@ class AcceleratedEncoder:
             self._bad_sets.add(identity)
             log.warning("%s: patched weights are served by the host: %s", self._host.name, short)
             return False
+        serving.loaded = identity
         self._sets[identity] = weights
         while len(self._sets) > KEPT_WEIGHT_SETS:
             self._sets.popitem(last=False)
@@ -556,6 +573,50 @@ class AcceleratedEncoder:
             worker.join(timeout_s)
         return worker is None or not worker.is_alive()
 
+    # -- giving memory back ---------------------------------------------------------------------
+
+    def rest(self) -> int:
+        """Free all device memory; the next request, or `resume`, loads the same engine again.
+
+        Returns the bytes freed. For a host that manages memory.
+        """
+        with self._lock:
+            serving = self._serving
+            if serving is None:
+                return 0
+            freed = self.vram_bytes
+            self._serving, self._resting = None, serving
+            serving.engine.close()
+            self._sets.clear()
+            return freed
+
+    def resume(self) -> None:
+        """Load what `rest` put away; without the memory for it, it stays there and the host serves."""
+        with self._lock:
+            if not self._closed:
+                self._wake()
+
+    def _wake(self) -> None:
+        if (resting := self._resting) is None:
+            return
+        self._resting = None
+        check = (self._held_out(self._host.read), resting.expected, dict[str, Tensor]())
+        try:
+            self._serving = self._start(
+                resting.engine_name,
+                resting.recipe,
+                resting.checkpoint,
+                open_quantized(resting.checkpoint.path),
+                check,
+                self._facts or probe(self._host.device),
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning("%s: no memory to load it again: %s", self._host.name, _first_line(error))
+            self._resting = resting
+        except OctavoError as error:  # the cache was deleted meanwhile, for example
+            log.info("%s: prepared anew: %s", self._host.name, _first_line(error))
+            self._prepare()
+
     # -- demotion, report, end ------------------------------------------------------------------
 
     def _refuse(self, engine: str, recipe: Recipe, reason: str) -> None:
@@ -582,7 +643,7 @@ class AcceleratedEncoder:
 
     def report(self) -> EncoderReport:
         """How the encoder is served at this moment."""
-        host, serving = self._host, self._serving
+        host, serving = self._host, self._serving or self._resting
         known = EncoderReport(host.name, host.spec.family, "host", refusals=tuple(self._refusals))
         if serving is None:
             return known
@@ -615,7 +676,7 @@ class AcceleratedEncoder:
             for serving in (self._serving, self._next):
                 if serving is not None:
                     serving.engine.close()
-            self._serving = self._next = None
+            self._serving = self._next = self._resting = None
             self._sets.clear()
 
     def __enter__(self) -> AcceleratedEncoder:

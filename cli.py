@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,36 +29,84 @@ EXIT_SIMILARITY, EXIT_ERROR, EXIT_CANCELLED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; an error is one sentence, never a traceback."""
+    """Run the command line and return its exit code; an error is a sentence, never a traceback."""
+    return run(app, arguments, "octavo")
+
+
+def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> int:
+    """Run `command` and turn whatever it raises into a sentence and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a console may lack a character of a path
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app.main(args=arguments, prog_name="octavo", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
+        with _stoppable():
+            given = None if arguments is None else list(arguments)
+            code = command.main(args=given, prog_name=name, standalone_mode=False)
+            sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
-        return EXIT_ERROR
     except (KeyboardInterrupt, click.Abort, Cancelled):
-        click.echo("octavo: cancelled; nothing partial was kept.", err=True)
+        _complain("cancelled; nothing partial was kept")
         return EXIT_CANCELLED
+    except SimilarityError as error:
+        _complain(str(error))
+        return EXIT_SIMILARITY
     except OctavoError as error:
-        click.echo(f"octavo: {error}", err=True)
-        return EXIT_SIMILARITY if isinstance(error, SimilarityError) else EXIT_ERROR
-    except MemoryError:
-        click.echo("octavo: out of memory; close other programs or use a larger machine.", err=True)
-        return EXIT_ERROR
+        _complain(str(error))
+    except (BrokenPipeError, SystemExit):  # the reader of a pipe left; rich exits then
+        _drop_output()
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        click.echo(
-            f"octavo:{where}: {error.strerror or error}; check the path and the disk.", err=True
-        )
-        return EXIT_ERROR
-    except Exception:
-        traceback.print_exc()
-        click.echo(
-            "octavo: this is a bug in Octavo; please report it with the lines above.", err=True
-        )
-        return EXIT_ERROR
-    return 0
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}; check the path and the disk")
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _complain("out of memory; close other programs or use a larger machine")
+        else:
+            traceback.print_exc()
+            _complain("this is a bug in Octavo; please report it with the lines above")
+    return EXIT_ERROR
+
+
+def _complain(sentence: str) -> None:
+    click.echo(f"octavo: {sentence.rstrip('.')}.", err=True)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: torch and ONNX Runtime have no class of their own for that."""
+    words = ("can't allocate memory", "bad_alloc", "bad allocation", "Failed to allocate memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _drop_output() -> None:
+    """Forget what standard output still holds, if it can take no more; Python would try at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and a closed terminal cancel like Ctrl-C, and like it leave nothing partial."""
+
+    def stop(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough: let it tidy up
+        raise Cancelled(signal.Signals(number).name)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -73,9 +125,22 @@ def app() -> None:
     """
 
 
+JSON_REMEDY = "free some space or give --json another FILE"
+
+
+def _check_json(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file that cannot be written before the work whose result it should hold."""
+    if value not in (None, "-"):
+        from .checkpoints.writing import refuse_unwritable
+
+        refuse_unwritable(Path(value), JSON_REMEDY)
+    return value
+
+
 _json = click.option(
-    "--json", "json_file", metavar="FILE", help="Write the result as JSON; '-' for standard output."
-)
+    "--json", "json_file", metavar="FILE", callback=_check_json,
+    help="Write the result as JSON; '-' for standard output.",
+)  # fmt: skip
 _cache = click.option(
     "--cache", "cache_dir", metavar="DIR", type=click.Path(path_type=Path), help="Cache folder."
 )
@@ -108,8 +173,8 @@ _prompts = click.option(
 def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str | None) -> None:
     """Name the text encoders in MODEL (a file, a shard index, or a folder).
 
-    Reads only what it must: shapes from the header, values for the content key (remembered while the
-    file does not change).
+    Reads only what it must: shapes from the header, values for the content key (remembered while
+    the file does not change).
     """
     from .checkpoints import detect
     from .compile import content_of, encoder_key
@@ -188,8 +253,8 @@ def build(
 ) -> None:
     """Quantize MODEL's text encoders to FP8 and compile TensorRT engines for the named GPUs.
 
-    No GPU is needed. Calibration, verification against FP32 and compilation happen once; a second run
-    is served from the cache.
+    No GPU is needed. Calibration, verification against FP32 and compilation happen once; a second
+    run is served from the cache.
     """
     from . import compile as compiler
     from .engine_cache import EngineCache
@@ -229,7 +294,8 @@ def verify(
 ) -> None:
     """Measure the FP8 graph of MODEL against its FP32 reference on every held-out prompt.
 
-    ONNX Runtime runs the graph that is compiled. Exit code 1 if a cosine is under the recipe's floor.
+    ONNX Runtime runs the graph that is compiled. Exit code 1 if a cosine is under the recipe's
+    floor.
     """
     from . import compile as compiler
     from .engine_cache import EngineCache
@@ -262,8 +328,10 @@ def verify(
 
 @app.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g"]), default="clip_l",
-              show_default=True, help="Without MODEL: a full-size encoder with seeded weights.")  # fmt: skip
+@click.option(
+    "--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g"]), default="clip_l",
+    show_default=True, help="Without MODEL: a full-size encoder with seeded weights.",
+)  # fmt: skip
 @click.option("--shapes", default="1x77,2x77", show_default=True, help="batch x tokens, ...")
 @click.option("--repeats", type=click.IntRange(5), default=50, show_default=True)
 @click.option("--compiled/--no-compiled", default=True, help="Also transformers by torch.compile.")
@@ -475,15 +543,14 @@ def show_build(result: BuildResult) -> None:
             f"{built.encoder.name}: {spec.family}, {spec.layers} layers x {spec.width}, "
             f"{spec.positions} positions, {built.encoder.dtype}"
         )
-        state = "from the cache" if built.checkpoint_cached else "calibrated now"
-        click.echo(
-            f"  FP8 checkpoint {_size(built.checkpoint.manifest.length)} ({state}): {built.checkpoint.path}"
-        )
+        state = "from the cache" if built.checkpoint_cached else "made now"
+        size = _size(built.checkpoint.manifest.length)
+        click.echo(f"  checkpoint {size} ({state}): {built.checkpoint.path}")
         if s:
             click.echo(
-                f"  similarity to FP32: token mean {_cosine(s['token_mean'])}, token min "
-                f"{_cosine(s['token_min'])}, pooled {_cosine(s['pooled'])} "
-                f"({s['prompts']} held-out prompts, {s['judge']})"
+                f"  similarity to FP32: token mean {_cosine(s.get('token_mean'))}, token min "
+                f"{_cosine(s.get('token_min'))}, pooled {_cosine(s.get('pooled'))} "
+                f"({s.get('prompts')} held-out prompts, {s.get('judge')})"
             )
         rows = [
             [e.gpu, "+".join(f"{sm // 10}.{sm % 10}" for sm in e.sms), f"{e.flavour} {e.version}",
@@ -494,18 +561,19 @@ def show_build(result: BuildResult) -> None:
         _table(None, columns, rows)
     for sentence in result.unsupported:
         click.echo(sentence)
-    click.echo(
-        f"{result.seconds:.1f} s, peak memory {_size(result.peak_rss_bytes)}, recipe {result.recipe}"
-    )
+    memory = _size(result.peak_rss_bytes)
+    click.echo(f"{result.seconds:.1f} s, peak memory {memory}, recipe {result.recipe}")
 
 
 def _entry_facts(entry: Any) -> dict[str, Any]:
     facts, key = entry.manifest.facts, entry.manifest.key_facts
     if entry.manifest.kind == "plan":
         sms = ", ".join(f"SM {sm // 10}.{sm % 10}" for sm in key["sms"])
-        what = f"{facts.get('encoder', 'encoder')} {key['weights']} for {sms}, {key['flavour']} {key['version']}"
+        builder = f"{key['flavour']} {key['version']}"
+        what = f"{facts.get('encoder', 'encoder')} {key['weights']} for {sms}, {builder}"
     else:
-        what = f"{facts.get('recipe', '?')}, {key['spec_facts']['layers']} x {key['spec_facts']['width']}"
+        spec = key["spec_facts"]
+        what = f"{facts.get('recipe', '?')}, {spec['layers']} x {spec['width']}"
     return {
         "kind": entry.manifest.kind,
         "key": entry.manifest.key,
@@ -588,14 +656,17 @@ def _line_per_phase(write: Callable[[str], None]) -> Report:
 
 
 def _wrote_json(json_file: str | None, facts: Any) -> bool:
-    """Write `facts` if JSON was asked for; True if it went to standard output, so no table follows."""
+    """Write `facts` if JSON was asked for; True if to standard output, so that no table follows."""
     if json_file is None:
         return False
     data = json.dumps(facts, indent=1, allow_nan=False) + "\n"
     if json_file == "-":
         sys.stdout.write(data)
         return True
-    Path(json_file).write_text(data, encoding="utf-8")
+    from .checkpoints.writing import whole_file
+
+    with whole_file(Path(json_file), JSON_REMEDY) as file:
+        file.write(data.encode())
     return False
 
 

@@ -34,7 +34,7 @@ from .device import Device, peak_rss_bytes
 from .encoders import ClipSpec
 from .encoders.clip import TOKENS
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
-from .errors import EngineUnavailable, FileError, SimilarityError
+from .errors import BuildError, EngineUnavailable, FileError, SimilarityError
 from .recipes import Recipe
 from .trt import Flavour, Installed, Missing, installed
 from .trt.build import BuildRequest, build_plan
@@ -298,7 +298,7 @@ def build(
         checkpoint, cached = checkpoint_of(encoder, detected, content, recipe, cache, report)
         quantized = open_quantized(checkpoint.path)
         # Of the file itself, whose checksum was verified; the manifest's facts have none.
-        similarity = dict(quantized.facts.get("similarity") or {})
+        similarity = _noted_similarity(quantized)
         result.recipe = str(quantized.facts.get("recipe", recipe.name))
         _check_floor(encoder.name, similarity, recipe)
         if output is not None:
@@ -337,6 +337,17 @@ def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeig
 def _body_of(checkpoint: QuantizedCheckpoint) -> Body:
     body: Body = checkpoint.facts["body"]
     return body
+
+
+def _noted_similarity(checkpoint: QuantizedCheckpoint) -> dict[str, Any]:
+    """What was measured when the checkpoint was made; nothing where its note is not sound."""
+    found = checkpoint.facts.get("similarity")
+    cosines = ("token_mean", "token_min", "pooled")
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(name), float | int | None) for name in cosines
+    ):
+        return {}
+    return found
 
 
 def _check_floor(name: str, similarity: dict[str, Any], recipe: Recipe) -> None:
@@ -441,7 +452,8 @@ def _import_quantized(
     with cache.lock(key, on_wait=_waiting(encoder.name, report)):
         if (entry := cache.get("checkpoint", key)) is not None:
             return entry, True
-        return cache.put("checkpoint", key, write, source.facts), False
+        facts = {"recipe": str(source.facts.get("recipe"))}
+        return cache.put("checkpoint", key, write, facts), False
 
 
 @dataclass(frozen=True)
@@ -488,7 +500,7 @@ def _quantize(
 
     step = _steps(source.name, report)
     report(Progress(source.name, "loading the FP32 reference"))
-    # Streaming reads every weight once per batch: on a GPU one batch of all prompts, on a CPU a module.
+    # Streaming reads every weight once per batch: on a GPU one batch of all, on a CPU a module.
     streamed = str(device) != "cpu"
     reference = StreamedEncoder(spec, read, device) if streamed else ReferenceEncoder(spec, read)
     batch = STREAMED_BATCH if streamed else BATCH
@@ -545,12 +557,12 @@ def similarity_of(
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Similarity, str]:
-    """(similarity to FP32, who judged): ONNX Runtime on the graph, else the FP8 arithmetic in PyTorch.
+    """(similarity to FP32, who judged): ONNX Runtime on the graph, else FP8 arithmetic in PyTorch.
 
     On a GPU `device` that is the FP8 tensor cores; on a CPU without ONNX Runtime, their simulation.
 
-    ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin, with
-    the weights rounded to bf16.
+    ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin,
+    with the weights rounded to bf16.
     """
     from .backends.plan_inputs import plan_weights
     from .verify import graph_run, measure, states_of
@@ -604,7 +616,7 @@ def _torch_run(
 
 
 def engine_tensors(spec: ClipSpec, structure: Structure) -> list[str]:
-    """Names of the checkpoint's tensors that an engine holds: all but the token table and projection."""
+    """Names of the checkpoint's tensors that an engine holds: no token table, no projection."""
     names = [name for name in spec.tensors() if name != TOKENS]
     return names + [
         linear + part
@@ -642,7 +654,8 @@ def make_plan(
         facts = entry.manifest.key_facts
         return Engine(
             target.gpu, tuple(facts["sms"]), facts["flavour"], facts["version"], facts["weights"],
-            entry.manifest.key, str(entry.path), entry.manifest.length, round(time.monotonic() - start, 3), cached,
+            entry.manifest.key, str(entry.path), entry.manifest.length,
+            round(time.monotonic() - start, 3), cached,
         )  # fmt: skip
 
     if (entry := find_plan(cache, key)) is not None:
@@ -673,6 +686,12 @@ def make_plan(
                     Progress(subject, f"compiling for {target.gpu}: {p.phase}", p.step, p.of)
                 ),
             )
+            if built.version != key.version:  # pip changed the package under a running process
+                raise BuildError(
+                    f"plan for {target.gpu}",
+                    f"it was built by {flavour} {built.version} while {key.version} was expected",
+                    "start the program again",
+                )
             layers = built.layers
             facts = {
                 "seconds": round(built.seconds, 3),
@@ -774,8 +793,9 @@ def verify(
 ) -> list[Verified]:
     """Measure the checkpoint of `path` against FP32 on every held-out prompt.
 
-    The cache's, or made now. A file that Octavo wrote has no FP32 weights: its graph is measured against its own FP8 weights,
-    widened. Raises `OctavoError` for bad input; a shortfall is in the result.
+    The cache's, or made now. A file that Octavo wrote has no FP32 weights: its graph is measured
+    against its own FP8 weights, widened. Raises `OctavoError` for bad input; a shortfall is in the
+    result.
     """
     from .backends.torch_ops import ReferenceEncoder
     from .verify import reference_run, states_of

@@ -21,14 +21,17 @@ GPUS = ("rtx4090", "rtx5090")
 
 def write_seeded_clip_l(path: Path) -> None:
     """CLIP-L as ComfyUI's `clip_l.safetensors` holds it: Hugging Face names, fp16, about 246 MB."""
-    from .checkpoints.writing import write_safetensors
+    from .checkpoints.writing import whole_file, write_safetensors
     from .seeded import CLIP_L, seeded_tensors
 
-    write_safetensors(path, dict(seeded_tensors(CLIP_L)), {"format": "pt"})
+    with whole_file(path, "free some space or choose another --folder") as file:
+        write_safetensors(file, dict(seeded_tensors(CLIP_L)), {"format": "pt"})
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", type=click.Path(path_type=Path), help="Your own checkpoint file or folder.")
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Your own checkpoint file or folder."
+)
 @click.option("--cache", "cache_dir", type=click.Path(path_type=Path), help="Cache folder.")
 @click.option("--recipe", "recipe_name", default="fp8", show_default=True)
 @click.option(

@@ -26,11 +26,11 @@ class FileError(OctavoError):
 
 
 class UnsupportedEncoder(FileError):
-    """A file whose encoder was recognised as something Octavo does not accelerate, or not at all."""
+    """A file whose encoder was recognised as one that Octavo does not serve, or not at all."""
 
 
 class EngineUnavailable(OctavoError):
-    """An engine that cannot serve here: `engine`, the `reason`, what happens or helps (`remedy`)."""
+    """An engine that cannot serve here: `engine`, the `reason`, what happens or helps."""
 
     def __init__(self, engine: str, reason: str, remedy: str) -> None:
         self.engine, self.reason, self.remedy = engine, reason, remedy

@@ -92,7 +92,7 @@ def _amaxes(tensors: Tensors) -> Tensor:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """A linear in FP8: `weight` E4M3 [out, in], `bias` [out] of the body's dtype, scales FP32 []."""
+    """A linear in FP8: `weight` E4M3 [out, in], `bias` [out] in the body dtype, scales FP32 []."""
 
     weight: Tensor
     bias: Tensor

@@ -317,7 +317,7 @@ class FusedOps(Fp8Ops):
     def _add_norm(
         self, x: Tensor | Sum, norm: Norm | None, consumer: Matrix | None
     ) -> tuple[Tensor, Tensor]:
-        """(`x` as a tensor, its norm as `consumer` wants it) in one kernel; without `norm`: x twice."""
+        """(`x` as a tensor, its norm as `consumer` wants it) in one kernel; no `norm`: x twice."""
         added = x if isinstance(x, Sum) and x.tensor is None else None
         base = self.tensor(x) if added is None else added.x
         c = base.shape[-1]

@@ -7,11 +7,12 @@ Nothing here imports torch or reads a tensor; `EncoderWeights.read` does.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..encoders.clip import HEAD_DIM, PROJECTION, ClipSpec
 from ..errors import FileError, OctavoError, UnsupportedEncoder
@@ -282,6 +283,8 @@ def _spec(
     fc1 = f"{prefix}{layout.blocks}0.{stem}weight"
     feed_forward, _ = _shape(file, fc1, ("feed-forward", width))
 
+    own = _told_by_octavo(file)
+    activation, heads = activation or own.get("activation"), heads or own.get("heads")
     config = next((c for top, c in file.configs.items() if prefix.startswith(top)), None)
     told = matching(config, width, layers)
     if activation is None and config and told:
@@ -300,10 +303,22 @@ def _spec(
     if heads < 1 or width % heads:
         fault = f"its width {width} cannot be split into {heads} heads"
         raise FileError(file.path, fault, "correct the number of heads")
-    eps = told.layer_norm_eps if told else 1e-5
+    eps = own.get("layer_norm_eps", told.layer_norm_eps if told else 1e-5)
     return ClipSpec(
         layers, width, feed_forward, heads, positions, vocabulary, kind, layer_norm_eps=eps
     )
+
+
+def _told_by_octavo(file: WeightsFile) -> dict[str, Any]:
+    """What a checkpoint of Octavo's says that no tensor tells; what is not sound is left out."""
+    try:
+        spec = json.loads(file.metadata["octavo"])["spec"]
+        said = {name: spec[name] for name in ("activation", "heads", "layer_norm_eps")}
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return {}
+    sound = said["activation"] in ("quick_gelu", "gelu") and type(said["heads"]) is int
+    eps = said["layer_norm_eps"]
+    return said if sound and type(eps) is float and 0 < eps < 1 and said["heads"] > 0 else {}
 
 
 def _layers(file: WeightsFile, prefix: str, layout: Layout) -> int:

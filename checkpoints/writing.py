@@ -35,7 +35,8 @@ _NAMES = {
 def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
     """`path` open for writing; it changes only once the block has ended well, and then at once.
 
-    Folders on the way are made; a device or pipe is written in place. Raises `FileError` with `remedy`.
+    Folders on the way are made; a device or pipe is written in place. Raises `FileError` with
+    `remedy`.
     """
     refuse_unwritable(path, remedy)
     try:
@@ -89,7 +90,8 @@ def write_safetensors(
 ) -> None:
     """Tensors and metadata in the safetensors format; equal content gives equal bytes.
 
-    Widest elements first, as `save_file` orders them, so that each tensor is aligned. Raises OSError.
+    Widest elements first, as `save_file` orders them, so that each tensor is aligned. Raises
+    OSError.
     """
     import torch
 

@@ -22,7 +22,7 @@ from octavo.checkpoints.quantized import (
     open_quantized,
     quantized_tensors,
 )
-from octavo.encoders.clip import ClipSpec
+from octavo.encoders.clip import PROJECTION, ClipSpec
 from octavo.recipes import Recipe, load_recipe
 from octavo.seeded import CLIP_L, TINY, seeded_tensors
 from safetensors.torch import save_file
@@ -83,18 +83,37 @@ def random_embeds(spec: ClipSpec, batch: int, *, seed: int = 0) -> Tensor:
     return torch.randn(batch, spec.positions, spec.width, generator=random) * 0.02
 
 
+def ranges_of(spec: ClipSpec, weights: Mapping[str, Tensor], prompts: int) -> dict[str, Tensor]:
+    """Input ranges by our own `max` on the first calibration prompts."""
+    embeds = embeds_of(spec, weights, prompts, "calibration").split(16)
+    reference = ReferenceEncoder(spec, weights.__getitem__)
+    return calibrate(reference, embeds, load_recipe("fp8"), modelopt=False).input_amax
+
+
+@cache
+def tiny_ranges(spec: ClipSpec = TINY) -> dict[str, Tensor]:
+    return ranges_of(spec, tiny(spec), 4)
+
+
+@cache
+def clip_l_ranges() -> dict[str, Tensor]:
+    return ranges_of(CLIP_L, clip_l(), 32)
+
+
 def quantize(
-    spec: ClipSpec, weights: Mapping[str, Tensor], recipe: Recipe | str = "fp8", *, prompts: int = 4
+    spec: ClipSpec,
+    weights: Mapping[str, Tensor],
+    ranges: Mapping[str, Tensor],
+    recipe: Recipe | str = "fp8",
 ) -> Quantized:
-    """By our own `max` on the first calibration prompts."""
     if isinstance(recipe, str):
         recipe = load_recipe(recipe)
-    structure, amax = recipe.structure(spec.linears()), {}
-    if recipe.calibrated:
-        embeds = embeds_of(spec, weights, prompts, "calibration").split(16)
-        reference = ReferenceEncoder(spec, weights.__getitem__)
-        amax = calibrate(reference, embeds, recipe, modelopt=False).input_amax
+    structure = recipe.structure(spec.linears())
     tensors = quantized_tensors(
-        spec, weights.__getitem__, structure, amax, projection="text_projection.weight" in weights
+        spec, weights.__getitem__, structure, ranges, projection=PROJECTION in weights
     )
     return Quantized(spec, structure, tensors, recipe.body)
+
+
+def quantized_tiny(recipe: Recipe | str = "fp8", spec: ClipSpec = TINY) -> Quantized:
+    return quantize(spec, tiny(spec), tiny_ranges(spec), recipe)

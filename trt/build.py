@@ -29,8 +29,10 @@ from . import Flavour
 from .gpus import sm_text
 from .header import read_header
 from .layers import LayerReport, layer_report
+from .worker import MORE_MEMORY
 
 CANCEL_POLL_S = 0.05
+STALL_S = 30.0
 LOG_LINES = 20
 _PACKAGE = Path(__file__).resolve().parent.parent
 _BOOTSTRAP = """\
@@ -180,6 +182,7 @@ def _message(request: BuildRequest, target: Path) -> bytes:
         "weights": {name: (str(path.resolve()), at, size) for name, (path, at, size) in spans},
         "target": str(target.absolute()),
         "sys_path": [os.path.abspath(entry) for entry in sys.path],
+        "stall_s": STALL_S,
         "onnx_bytes": len(request.onnx),
     }
     return json.dumps(job).encode() + b"\n" + request.onnx
@@ -250,10 +253,12 @@ def _built(request: BuildRequest, target: Path, subject: str, plan: dict[str, An
 
 def _died(subject: str, code: int, log: tuple[str, ...]) -> errors.BuildError:
     """The error for a child that ended without a word, from its exit code."""
-    remedy = "report it with its log"
-    if code == -9:
+    remedy = f"{MORE_MEMORY}, or report it with its log"
+    if any("bad_alloc" in line for line in log):
+        found, remedy = "the builder ran out of memory", MORE_MEMORY
+    elif code == -9:
         found = "the builder was killed (SIGKILL), most likely because memory ran out"
-        remedy = "close other programs, or build on a machine with more memory"
+        remedy = MORE_MEMORY
     elif code < 0:
         found = f"the builder crashed ({signal.Signals(-code).name})"
     else:

@@ -18,6 +18,7 @@ Nothing asks which flavour this is, only what it can do. Execution on a GPU is n
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -176,7 +178,7 @@ class Session:
         self._graph, self._place, self._largest = graph, place, batches[-1]
         self._dtype = _DTYPES[graph.embeds.dtype][0]
         self._positions, self._width = (int(size) for size in graph.embeds.shape[1:])
-        self._runtime = trt.ask("start its runtime", module.Runtime, trt.log)
+        self._runtime = trt.start()
         _check_validity(trt, self._runtime, plan)
         self._engine = trt.ask("load the plan", self._runtime.deserialize_cuda_engine, plan)
         self._plan_bytes = len(plan)
@@ -194,9 +196,9 @@ class Session:
         """Embeddings [B, S, C], any float dtype -> (the L+1 hidden states, the final state).
 
         Results are [B, S, C] in the body's dtype, new tensors at every call, in order on the
-        current stream. `mask` [B, S] bool, True = attend, needs a plan with a mask. S is at most the
-        plan's positions: shorter rows are padded, which is exact since attention is causal. More
-        rows than the plan's largest batch are split.
+        current stream. `mask` [B, S] bool, True = attend, needs a plan with a mask. S is at most
+        the plan's positions: shorter rows are padded, which is exact since attention is causal.
+        More rows than the plan's largest batch are split.
 
         Raises `EngineUnavailable` where this call cannot be served; the session lives on.
         """
@@ -371,21 +373,21 @@ class _TensorRt:
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, str(module.__name__)
-        self.complaints = complaints = deque[str](maxlen=8)
+        self._log = _log_of(module)
 
-        class Log(module.ILogger):  # type: ignore[misc]  # exists only once TensorRT is loaded
-            def __init__(self) -> None:
-                module.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity <= module.ILogger.ERROR:
-                    complaints.append(" ".join(message.split()))
-
-        self.log = Log()
+    def start(self) -> Any:
+        """A runtime."""
+        self._log.errors.clear()
+        runtime = self.ask("start its runtime", self.module.Runtime, self._log)
+        if self._errors():
+            # The bindings of the full TensorRT 11.4 wrap a null pointer where the driver is too
+            # old. Any use of it, even to destroy it, crashes the process: it must live for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
+            raise self.refusal("start its runtime", "")
+        return runtime
 
     def ask(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """What `call` returns; None, False and exceptions become a refusal in its own words."""
-        self.complaints.clear()
         said = ""
         try:
             answer = call(*arguments)
@@ -397,9 +399,29 @@ class _TensorRt:
 
     def refusal(self, what: str, said: str) -> _Refusal:
         # The root cause comes first in TensorRT's log; what follows are its consequences.
-        cause = (self.complaints[0] if self.complaints else said) or "it gave no reason"
+        cause = next(iter(self._errors()), said) or "it gave no reason"
+        self._log.errors.clear()
         memory = re.search(r"out ?of ?memory|bad_alloc|MemoryError", cause, re.IGNORECASE)
         return _Refusal(f"TensorRT could not {what} ({cause})", _FREE if memory else _NEXT)
+
+    def _errors(self) -> list[str]:
+        """What this thread was told since the last failure."""
+        me = threading.get_ident()
+        return [message for thread, message in list(self._log.errors) if thread == me]
+
+
+@cache  # for the life of the process: TensorRT may keep the first logger that it was given
+def _log_of(module: Any) -> Any:
+    class Log(module.ILogger):  # type: ignore[misc]  # exists only once TensorRT is loaded
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self.errors: deque[tuple[int, str]] = deque(maxlen=32)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= module.ILogger.ERROR:
+                self.errors.append((threading.get_ident(), " ".join(message.split())))
+
+    return Log()
 
 
 def _checked(plan: Path | bytes, sha256: str | None, module: Any, sm: int | None) -> bytes:

@@ -32,6 +32,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # The phase that takes nearly all the time (and has one step) is not what its name says.
 _PLAIN_NAMES = {"Determining refit engines": "Compiling the kernels"}
 
+_STALL_CHECKS = 3
+_IDLE_CPU_S = 0.02
+MORE_MEMORY = "close other programs, or build on a machine with more memory"
+
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -47,8 +51,8 @@ def main() -> None:
     sys.path[:] = job["sys_path"]  # find the packages that the parent finds
     try:
         report({"plan": _Build(job, onnx, report).run()})
-    except errors.OctavoError as error:  # its fields are its arguments, by name
-        report({"error": type(error).__name__, "fields": vars(error)})
+    except errors.OctavoError as error:
+        report(_report_of(error))
     os._exit(0)
 
 
@@ -90,6 +94,27 @@ class _Build:
             "version": self.trt.__version__,
             "layers": self.log.layers,
         }
+
+    def _watch_for_a_stall(self) -> threading.Event:
+        """Until the event is set, give up when no CPU time is used any more.
+
+        TensorRT waits for ever once a thread of its own has failed to get memory (seen on 1.7.1).
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            idle, spent = 0, 0.0
+            while idle < _STALL_CHECKS:  # several: a frozen container thaws into one idle interval
+                if done.wait(self.job["stall_s"] / _STALL_CHECKS):
+                    return
+                now = time.process_time()
+                idle, spent = (idle + 1 if now - spent < _IDLE_CPU_S else 0), now
+            found = "the builder stands still, most likely because memory ran out"
+            self.report(_report_of(self._error(found, MORE_MEMORY)))
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        return done
 
     def _targets(self) -> list[Any]:
         """TensorRT's names for the job's SMs; a plan for none would claim SM 8.0 too."""
@@ -160,15 +185,18 @@ class _Build:
 
     def _write(self, builder: Any, network: Any, config: Any) -> tuple[int, str]:
         """Build into the target file; its size and SHA-256."""
+        has_built = self._watch_for_a_stall()
         try:
             with self.target.open("wb") as file:
                 writer = _new_writer(self.trt, file)
                 built = builder.build_serialized_network_to_stream(network, config, writer)
+                has_built.set()  # what follows may wait for a slow disk
                 if writer.failure:  # TensorRT itself takes that for a success
                     raise writer.failure
                 if not built:
                     found = f"TensorRT built none ({self.log.cause})"
-                    raise self._error(found, "report it with this message")
+                    remedy = "report it with this message"
+                    raise self._error(found, MORE_MEMORY if "bad_alloc" in found else remedy)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -178,13 +206,18 @@ class _Build:
         return writer.size, writer.digest.hexdigest()
 
     def _made(self, noun: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns; where TensorRT cannot, it answers null or raises."""
+        """What `make` returns. Where TensorRT cannot, it answers null, raises, or logs an error and
+        answers with an object around a null pointer, which must not be touched.
+        """
+        had_failed, reason = self.log.has_failed, ""
         try:
-            thing, reason = make(), self.log.cause
+            thing = make()
         except Exception as error:
-            thing, reason = None, f"{self.log.cause}; {error}"
-        if thing is None:  # the usual cause: no GPU, or a driver older than TensorRT's CUDA
-            raise self._error(f"TensorRT made no {noun} ({reason})", "check GPU and driver")
+            thing, reason = None, f"; {error}"
+        if thing is None or self.log.has_failed > had_failed:
+            found = f"TensorRT made no {noun} ({self.log.cause}{reason})"
+            # The usual cause is no GPU, or a driver older than the CUDA it was built with.
+            raise self._error(found, "check GPU and driver")
         return thing
 
     def _error(self, found: str, remedy: str) -> errors.BuildError:
@@ -192,6 +225,11 @@ class _Build:
         return errors.BuildError(
             f"plan for {sm_text(sms) if sms else 'the local GPU'}", found, remedy
         )
+
+
+def _report_of(error: errors.OctavoError) -> dict[str, Any]:
+    """The fields of an error are its arguments, by name."""
+    return {"error": type(error).__name__, "fields": vars(error)}
 
 
 def _new_log(trt: Any) -> Any:

@@ -156,8 +156,9 @@ class Stream:
 class World:
     """One machine; see the module's docstring.
 
-    `faults` (each stays until removed): "runtime" ("null", "none" or an exception), "validity"
-    (bits), "deserialize", "config", "cache", "context", "execute" (None or an exception), "oom"
+    `faults` (each stays until removed): "runtime" ("null", "none", "wrapped" (a null pointer in
+    an object, which crashes whoever touches it, as in the full TensorRT) or an exception),
+    "validity" (bits), "deserialize", "config", "cache", "context", "execute" (None or an exception), "oom"
     (the number of allocations that still succeed), "rejects" (a tensor name: no address and no
     shape is taken for it), "lies" (a tensor name: its shape in a context is wrong).
     """
@@ -334,7 +335,7 @@ class _Object:
         world.live.setdefault(kind, weakref.WeakSet()).add(self)
         world.calls[kind] += 1
 
-    def alive(self) -> None:
+    def _alive(self) -> None:
         if any(maker() is None for maker in self.makers):
             raise self.world.broken(f"the {self.kind} is used after what it was made from is gone")
 
@@ -343,10 +344,10 @@ class ILogger:
     Severity = Severity
     INTERNAL_ERROR, ERROR, WARNING = Severity.INTERNAL_ERROR, Severity.ERROR, Severity.WARNING
     INFO, VERBOSE = Severity.INFO, Severity.VERBOSE
-    is_initialized = False
+    _is_initialized = False
 
     def __init__(self) -> None:
-        self.is_initialized = True
+        self._is_initialized = True
 
     def log(self, severity: Severity, msg: str) -> None:
         raise NotImplementedError
@@ -355,40 +356,53 @@ class ILogger:
 class _Runtime(_Object):
     """`Runtime` without what only TensorRT for RTX has."""
 
-    machine: World  # set by the subclass that `_module` makes
+    _machine: World  # set by the subclass that `_module` makes
 
     def __new__(cls, logger: ILogger) -> Any:
-        return None if cls.machine.faults.get("runtime") == "none" else object.__new__(cls)
+        return None if cls._machine.faults.get("runtime") == "none" else object.__new__(cls)
 
     def __init__(self, logger: ILogger) -> None:
-        world = self.machine
-        if not isinstance(logger, ILogger) or not logger.is_initialized:
+        world = self._machine
+        if not isinstance(logger, ILogger) or not logger._is_initialized:
             raise TypeError("__init__(): incompatible constructor arguments.")
         if world.faults.get("runtime") == "null":
             raise TypeError("pybind11::init(): factory function returned nullptr")
-        world.fault("runtime")
+        self._is_null = world.faults.get("runtime") == "wrapped"
+        if self._is_null:
+            logger.log(Severity.ERROR, "createInferRuntime: CUDA initialization failure: 35")
+        else:
+            world.fault("runtime")
         super().__init__(world, "runtime", logger)
 
-    def complain(self, message: str) -> None:
+    def __del__(self) -> None:
+        if getattr(self, "_is_null", False):
+            self.world.violations.append("a null pointer was destroyed: the process would crash")
+
+    def _alive(self) -> None:
+        if self._is_null:
+            raise self.world.broken("a null pointer was used: the process would crash")
+        super()._alive()
+
+    def _complain(self, message: str) -> None:
         logger = self.makers[0]()
         assert logger is not None
         logger.log(Severity.ERROR, message)
         logger.log(Severity.ERROR, "a consequence of the error before")
 
     def deserialize_cuda_engine(self, plan: bytes) -> Engine | None:
-        self.alive()
-        self.world.guarded(self.place_index(), "deserialization")
+        self._alive()
+        self.world.guarded(self._device(), "deserialization")
         if self.world.fault("deserialize"):
-            self.complain("deserializeCudaEngine: Error Code 2: OutOfMemory (Requested 9)")
+            self._complain("deserializeCudaEngine: Error Code 2: OutOfMemory (Requested 9)")
             return None
         payload = plan[96:]
         magic = b"vtrt" if self.world.rtx else b"ftrt"
         if plan[:4] != magic or hashlib.sha256(payload).digest() != plan[64:96]:
-            self.complain("Serialization assertion magicTag failed")
+            self._complain("Serialization assertion magicTag failed")
             return None
         return Engine(self, payload)
 
-    def place_index(self) -> int:
+    def _device(self) -> int:
         return int(getattr(self.world.local, "device", None) or 0)
 
 
@@ -396,7 +410,7 @@ class _RtxRuntime(_Runtime):
     engine_header_size = 64
 
     def get_engine_validity(self, plan: bytes) -> tuple[EngineValidity, int]:
-        self.alive()
+        self._alive()
         if "validity" in self.world.faults:
             return EngineValidity.INVALID, self.world.faults["validity"]
         if plan[:4] != b"vtrt" or len(plan) < 64:
@@ -416,7 +430,7 @@ class Engine(_Object):
         self.tensors: dict[str, list[Any]] = about["tensors"]
         self.profile: dict[str, list[list[int]]] = about["profile"]
         self.is_twin: bool = about["twin"]
-        self.device = runtime.place_index()
+        self.device = runtime._device()
         self.session = runner_of(payload[4 + size :])
 
     def __del__(self) -> None:
@@ -426,12 +440,12 @@ class Engine(_Object):
 
     @property
     def num_io_tensors(self) -> int:
-        self.alive()
+        self._alive()
         return len(self.tensors)
 
     @property
     def device_memory_size_v2(self) -> int:
-        self.alive()
+        self._alive()
         return SCRATCH_PER_ROW * max(shapes[-1][0] for shapes in self.profile.values())
 
     def get_tensor_name(self, index: int) -> str:
@@ -455,18 +469,18 @@ class Engine(_Object):
         return self.profile[name]
 
     def create_runtime_config(self) -> RuntimeConfig | None:
-        self.alive()
+        self._alive()
         if self.world.fault("config"):
             return None
         return (RtxRuntimeConfig if self.world.rtx else RuntimeConfig)(self)
 
     def create_execution_context(self, runtime_config: RuntimeConfig) -> Context | None:
-        self.alive()
-        runtime_config.alive()
+        self._alive()
+        runtime_config._alive()
         self.world.guarded(self.device, "the creation of a context")
         if self.world.fault("context"):
             runtime = self.makers[0]()
-            runtime.complain("CUDA error 2: out of memory")  # type: ignore[union-attr]
+            runtime._complain("CUDA error 2: out of memory")  # type: ignore[union-attr]
             return None
         return Context(self, runtime_config)
 
@@ -486,7 +500,7 @@ class RuntimeConfig(_Object):
         super().__setattr__(name, value)
 
     def set_execution_context_allocation_strategy(self, strategy: Allocation) -> None:
-        self.alive()
+        self._alive()
         self.strategy = strategy
 
 
@@ -502,7 +516,7 @@ class RtxRuntimeConfig(RuntimeConfig):
         self.cache: RuntimeCache | None = None
 
     def create_runtime_cache(self) -> RuntimeCache | None:
-        self.alive()
+        self._alive()
         return None if self.world.fault("cache") else RuntimeCache(self)
 
     def set_runtime_cache(self, cache: RuntimeCache) -> bool:
@@ -519,7 +533,7 @@ class RuntimeCache(_Object):
         self.busy = threading.Lock()
 
     def serialize(self) -> memoryview:
-        self.alive()
+        self._alive()
         if not self.busy.acquire(blocking=False):
             raise self.world.broken("a runtime cache is used by two threads")
         try:
@@ -529,7 +543,7 @@ class RuntimeCache(_Object):
             self.busy.release()
 
     def deserialize(self, blob: bytes) -> bool:
-        self.alive()
+        self._alive()
         self.world.calls["cache loads"] += 1
         stored = json.loads(blob)  # raises where it is damaged: it must never come this far
         if stored["of"] != self.world.version:
@@ -556,11 +570,11 @@ class Context(_Object):
         self.busy = threading.Lock()
 
     @contextmanager
-    def used(self) -> Iterator[Engine]:
+    def _used(self) -> Iterator[Engine]:
         if not self.busy.acquire(blocking=False):
             raise self.world.broken("a context is used by two threads at once")
         try:
-            self.alive()
+            self._alive()
             engine = self.makers[0]()
             assert isinstance(engine, Engine)
             yield engine
@@ -568,7 +582,7 @@ class Context(_Object):
             self.busy.release()
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        with self.used() as engine:
+        with self._used() as engine:
             low, _, high = engine.profile[name]
             fits = all(a <= s <= b for a, s, b in zip(low, shape, high, strict=True))
             if not fits or self.world.faults.get("rejects") == name:
@@ -578,27 +592,27 @@ class Context(_Object):
             return True
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        with self.used() as engine:
+        with self._used() as engine:
             batch = self.shapes["embeds"][0]
             if self.world.faults.get("lies") == name:
                 batch += 1
             return [batch if size == -1 else size for size in engine.get_tensor_shape(name)]
 
     def update_device_memory_size_for_shapes(self) -> int:
-        with self.used() as engine:
+        with self._used() as engine:
             if set(self.shapes) != set(engine.profile):
                 return 0
             self.is_sized = True
             return SCRATCH_PER_ROW * self.shapes["embeds"][0]
 
     def set_device_memory(self, memory: int, size: int) -> None:
-        with self.used():
+        with self._used():
             if memory % ALIGNMENT:
                 raise self.world.broken("scratch memory is misaligned")
             self.scratch = memory, size
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
-        with self.used() as engine:
+        with self._used() as engine:
             if name not in engine.tensors or self.world.faults.get("rejects") == name:
                 return False
             if memory % ALIGNMENT or memory == 0:
@@ -607,14 +621,14 @@ class Context(_Object):
             return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        with self.used() as engine:
+        with self._used() as engine:
             world = self.world
             world.guarded(engine.device, "execution")
             current = getattr(world.local, "stream", None)
             if stream_handle != (current.handle if current else 0x1000 * (engine.device + 1)):
                 raise world.broken(f"execution on stream {stream_handle:#x}, not the current one")
             if world.fault("execute"):
-                engine.makers[0]().complain("IExecutionContext::enqueueV3: CUDA error 700")  # type: ignore[union-attr]
+                engine.makers[0]()._complain("IExecutionContext::enqueueV3: CUDA error 700")  # type: ignore[union-attr]
                 return False
             sizes = self._checked(engine, stream_handle)
             self._compile(self.shapes["embeds"][0])
@@ -714,7 +728,7 @@ def _module(world: World) -> ModuleType:
     module: Any = ModuleType("tensorrt_rtx_double" if world.rtx else "tensorrt_double")
     base = _RtxRuntime if world.rtx else _Runtime
     module.__version__ = world.version
-    module.Runtime = type("Runtime", (base,), {"machine": world})
+    module.Runtime = type("Runtime", (base,), {"_machine": world})
     module.ILogger, module.ICudaEngine, module.IExecutionContext = ILogger, Engine, Context
     module.IRuntimeConfig = RtxRuntimeConfig if world.rtx else RuntimeConfig
     module.Builder, module.OnnxParser = type("Builder", (), {}), type("OnnxParser", (), {})

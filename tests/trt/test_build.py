@@ -20,6 +20,7 @@ import psutil
 import pytest
 from octavo import trt
 from octavo.errors import BuildError, CacheError, Cancelled, EngineUnavailable, FileError
+from octavo.trt import build
 from octavo.trt.build import BuiltPlan, Progress, build_plan
 from octavo.trt.header import read_header
 from trt_graphs import BLOCK, LINEARS, PROFILE, TOWER, Graph, request_of, write_safetensors
@@ -216,6 +217,21 @@ def test_too_slow(target: Path) -> None:
 
 
 @posix
+def test_out_of_memory(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT 1.7.1 then says so, crashes, or waits for ever for a thread of its own."""
+    monkeypatch.setattr(build, "STALL_S", 1.5)
+    rest = 50 << 20
+
+    def limit() -> None:
+        (child,) = builders()
+        child.rlimit(psutil.RLIMIT_AS, (child.memory_info().vms + rest, -1))
+
+    with pytest.raises(BuildError, match=r"; close other programs, or build on .* more memory"):
+        build_plan(request_of(TOWER, 89), target=target, progress=once_building(limit))
+    assert not target.exists()
+
+
+@posix
 @pytest.mark.parametrize(
     ("number", "found"),
     [
@@ -244,6 +260,13 @@ def test_full_disk(target: Path) -> None:
 def test_folder_that_is_not_there(target: Path) -> None:
     with pytest.raises(CacheError, match=r"absent.*could not be written"):
         build_plan(request_of(BLOCK, 89), target=target.parent / "absent" / "plan")
+
+
+@pytest.mark.parametrize("kind", [BuildError, CacheError, EngineUnavailable, FileError])
+def test_errors_cross_the_process_boundary(kind: type[Exception]) -> None:
+    """They travel as their fields, which are their arguments."""
+    error = kind("subject", "found", "remedy")
+    assert str(kind(**vars(error))) == str(error)
 
 
 def test_python_that_does_not_start(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +407,10 @@ def test_full_tensorrt_by_its_names(fake_tensorrt: Callable[[str], None], target
             "def make(cls, log):\n log.log(ILogger.ERROR, 'CUDA error 35')\n raise ValueError('n')",
             "made no builder .CUDA error 35; n",
         ),
+        (
+            "def make(cls, log):\n log.log(ILogger.ERROR, 'CUDA error 35')\n return Fake()",
+            "made no builder .CUDA error 35",
+        ),
         ("make = lambda cls, log: Fake()\nFake.create_network = lambda s, f: None", "no network"),
         ("def make(cls, log): import os; os.abort()", r"crashed \(SIGABRT\)"),
         ("def make(cls, log): raise SystemExit(3)", "ended with exit code 0x3"),
@@ -397,6 +424,20 @@ def test_null_or_crash(
         "Builder = type('B', (), {'__new__': make, 'build_serialized_network_to_stream': None})"
     )
     with pytest.raises(BuildError, match=found):
+        build_plan(request_of(BLOCK, flavour="tensorrt"), target=target)
+
+
+def test_builder_that_stands_still(
+    fake_tensorrt: Callable[[str], None], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "STALL_S", 0.6)
+    fake_tensorrt(
+        "import tensorrt_rtx\n"
+        "class Builder(tensorrt_rtx.Builder):\n"
+        "  def build_serialized_network_to_stream(self, network, config, writer):\n"
+        "    import time; time.sleep(600)\n"
+    )
+    with pytest.raises(BuildError, match="stands still, most likely because memory ran out"):
         build_plan(request_of(BLOCK, flavour="tensorrt"), target=target)
 
 

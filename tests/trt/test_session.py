@@ -583,6 +583,18 @@ def test_every_fault_at_load_is_one_sentence_and_leaves_nothing(
         assert same(encoded(session, prompts(1)), model_of().states(prompts(1)))
 
 
+def test_a_runtime_around_a_null_pointer_is_never_touched(world: World) -> None:
+    world.faults["runtime"] = "wrapped"
+    with pytest.raises(EngineUnavailable, match=r"start its runtime .createInferRuntime: CUDA"):
+        opened(world)
+    gc.collect()
+    assert world.count("runtime") == 1  # kept for ever: destroying it is a crash too
+    assert world.violations == []
+    world.faults.clear()
+    with opened(world) as session:
+        assert same(encoded(session, prompts(1)), model_of().states(prompts(1)))
+
+
 @pytest.mark.parametrize(
     ("bits", "words"),
     [
