@@ -591,7 +591,7 @@ class AcceleratedEncoder:
             return freed
 
     def resume(self) -> None:
-        """Load what `rest` put away; without the memory for it, it stays there and the host serves."""
+        """Load what `rest` put away; the host serves while there is no memory for it."""
         with self._lock:
             if not self._closed:
                 self._wake()

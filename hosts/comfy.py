@@ -3,11 +3,11 @@
 """Serve a ComfyUI CLIP on FP8 engines, through its patcher and nothing else.
 
 The seam is `patcher.set_injections`: while a patcher that carries ours is loaded, the `forward` of
-each accelerated `X.transformer` is replaced on the instance; the module tree and the state dict stay
-as they are, so LoRA, merging and saving see what they always saw. The original forward answers every
-call that is not exactly the known one, and everything that changes a module behind the weights' back:
-hooks, bypass LoRA, foreign patches. LoRA and merges come as `patcher.patches`: the engine then gets
-those weights. Line references are to ComfyUI 0.33; this is the only module that imports `comfy`.
+each accelerated `X.transformer` is replaced on the instance. The module tree and the state dict
+stay as they are, so LoRA, merging and saving see what they always saw. The original forward answers
+every call that is not exactly the known one, and everything that changes a module other than
+through its weights: hooks, bypass LoRA, foreign patches. LoRA and merges come as `patcher.patches`:
+the engine then gets those weights. This is the only module that imports `comfy` (0.33).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import comfy.clip_model
 import comfy.lora
@@ -59,7 +60,7 @@ _READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, 
 
 
 def facts(device: torch.device) -> tuple[Device | None, Packages | None]:
-    """What to assume of `device` instead of looking. Tests replace this function to serve on a CPU."""
+    """What to assume of `device` instead of looking. Tests replace this to serve on a CPU."""
     return None, None
 
 
@@ -86,18 +87,20 @@ class Settings:
 # What a CLIP holds
 
 
-def sub_encoders(model: nn.Module) -> dict[str, nn.Module]:
+def sub_encoders(model: nn.Module) -> dict[str, Any]:
     """Path in `model` -> each text encoder ComfyUI runs through SDClipModel ("clip_l", "t5xxl")."""
     return {n: m for n, m in model.named_modules() if isinstance(m, comfy.sd1_clip.SDClipModel)}
 
 
-def spec_of(transformer: nn.Module) -> ClipSpec | str:
+def spec_of(transformer: Any) -> ClipSpec | str:
     """The spec of a CLIP text model, or why it is none, in half a sentence."""
     own = comfy.clip_model.CLIPTextModel
-    inner = getattr(transformer, "text_model", None)
-    if type(transformer).forward is not own.forward or type(inner) is not comfy.clip_model.CLIPTextModel_:
+    inner: Any = getattr(transformer, "text_model", None)
+    if (
+        type(transformer).forward is not own.forward
+        or type(inner) is not comfy.clip_model.CLIPTextModel_
+    ):
         return f"a {type(transformer).__name__}, which Octavo does not accelerate yet"
-    assert isinstance(inner, nn.Module)
     layers = inner.encoder.layers
     first = layers[0]
     kind = _activation(first.mlp.activation)
@@ -147,7 +150,12 @@ class Source:
     """
 
     def __init__(
-        self, name: str, transformer: nn.Module, spec: ClipSpec, projects: bool, device: torch.device
+        self,
+        name: str,
+        transformer: nn.Module,
+        spec: ClipSpec,
+        projects: bool,
+        device: torch.device,
     ) -> None:
         self.name, self.spec, self.device = name, spec, device
         self.prefix = f"{name}.transformer."
@@ -250,7 +258,7 @@ class Served:
 
 
 class _PatchedWeights:
-    """`read` with LoRA and merges applied in FP32 by ComfyUI's own arithmetic; each is made once."""
+    """`read` with LoRA and merges applied in FP32 by ComfyUI's own code; each is made once."""
 
     def __init__(self, source: Source, patches: Mapping[str, list[Any]]) -> None:
         self._source, self._patches = source, patches
@@ -267,7 +275,7 @@ class _PatchedWeights:
             return base if name == TOKENS else base.to(device)
         weight = base.to(device=device, dtype=torch.float32, copy=True)
         key = self._source.prefix + name
-        weight = comfy.lora.calculate_weight(self._patches[name], weight, key)
+        weight = cast(Tensor, comfy.lora.calculate_weight(self._patches[name], weight, key))
         # Held in 16 bit where ComfyUI itself would hold it so: two passes read each weight.
         return weight.to(base.dtype) if base.dtype.itemsize == 2 else weight
 
@@ -310,7 +318,9 @@ def _feed(digest: Any, value: Any) -> None:
 class Seam:
     """Stands in for `transformer.forward` while its patcher is loaded."""
 
-    def __init__(self, service: Service, served: Served, transformer: nn.Module, patcher: Any) -> None:
+    def __init__(
+        self, service: Service, served: Served, transformer: nn.Module, patcher: Any
+    ) -> None:
         self._service, self._served = service, served
         self._transformer, self.patcher = weakref.ref(transformer), weakref.ref(patcher)
 
@@ -400,7 +410,7 @@ class Service:
     # -- serving
 
     def answer(
-        self, served: Served, transformer: nn.Module, patcher: Any, args: Any, kwargs: Any
+        self, served: Served, transformer: Any, patcher: Any, args: Any, kwargs: Any
     ) -> Any | None:
         """What `transformer.forward` would return, or None where the original must say it."""
         call = parse(args, kwargs, served.source.spec)
@@ -416,7 +426,7 @@ class Service:
         first = not served.prepared
         served.source.look_through(patcher)
         try:
-            # What an engine keeps must be ordinary tensors: inference tensors cannot be changed later.
+            # What an engine keeps must be ordinary tensors: inference tensors cannot change later.
             with torch.inference_mode(False), torch.no_grad():
                 patched = served.patched(patcher)
                 if first:
@@ -439,7 +449,9 @@ class Service:
             self.show()
             return None
         except Exception as error:
-            served.broken = served.why_host = f"an unexpected fault ({type(error).__name__}: {error})"
+            served.broken = served.why_host = (
+                f"an unexpected fault ({type(error).__name__}: {error})"
+            )
             log.exception("%s: PyTorch serves from now on", served.name)
             self.show()
             return None
@@ -496,7 +508,8 @@ class Service:
             for node in self.nodes:
                 if node not in bars:
                     bars[node] = comfy.utils.ProgressBar(progress.total, node_id=node)
-                bars[node].update_absolute(progress.done, progress.total)
+                with suppress(KeyError):  # a node that is not in the graph which runs now
+                    bars[node].update_absolute(progress.done, progress.total)
 
         return report
 
@@ -508,7 +521,9 @@ class Service:
         patcher.set_injections(KEY, [PatcherInjection(inject=self.inject, eject=self.eject)])
         if self.companion is not None:
             patcher.set_model_patch(_Models(self.companion), KEY)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, lambda _, clone: self.keep_off(clone))
+        patcher.add_callback_with_key(
+            CallbacksMP.ON_CLONE, KEY, lambda _, clone: self.keep_off(clone)
+        )
         self.keep_off(patcher)
 
     def inject(self, patcher: Any) -> None:
@@ -543,11 +558,11 @@ class Service:
             return
         ours = weakref.ref(patcher)
 
-        def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
-            patcher = ours()
-            whole = type(patcher).partially_load
-            if force_patch_weights or not self.serves_all(patcher):
-                return whole(patcher, device_to, extra_memory, force_patch_weights)
+        def partially_load(device_to: Any, *args: Any, **kwargs: Any) -> Any:
+            patcher: Any = ours()
+            forced = kwargs.get("force_patch_weights") or (len(args) > 1 and args[1])
+            if forced or not self.serves_all(patcher):
+                return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
             return _load_embeddings_only(patcher, device_to)
 
         patcher.partially_load = partially_load
@@ -619,7 +634,7 @@ def _load_embeddings_only(patcher: Any, device: Any) -> Any:
             transformer.text_projection,
         ):
             module.to(device)
-            moved += sum(p.nbytes for p in module.parameters())
+            moved += sum(int(p.nbytes) for p in module.parameters())
     model.model_loaded_weight_memory = max(model.model_loaded_weight_memory, moved)
     return moved
 
@@ -655,7 +670,9 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
     def current_loaded_device(self) -> Any:
         return self.load_device if self.loaded_size() else self.offload_device
 
-    def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+    def partially_load(
+        self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
         before = self.loaded_size()
         for served in self._served():
             if served.has_engine:
@@ -664,7 +681,9 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
         self.model.device = device_to
         return self.loaded_size() - before
 
-    def partially_unload(self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
+    def partially_unload(
+        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
         """Whole engines go, the largest first, until enough is free."""
         freed = 0
         for served in sorted(self._served(), key=lambda s: -s.accelerated.vram_bytes):
@@ -705,13 +724,14 @@ def accelerate(
 ) -> tuple[Any, str]:
     """(a clone of `clip` that is served by Octavo, what is so far known of it as text).
 
-    Nothing heavy happens here unless `build` is "now". A CLIP that Octavo cannot serve comes back as
-    a plain clone, with the reason.
+    Nothing heavy happens here unless `build` is "now". A CLIP that Octavo cannot serve comes back
+    as a plain clone, with the reason.
     """
     clone = clip.clone()
     model = getattr(getattr(clone, "patcher", None), "model", None)
     if not isinstance(model, nn.Module) or not sub_encoders(model):
-        return _plain(clone, "This CLIP holds no text encoder that Octavo knows; it is unchanged.", node)
+        text = "This CLIP holds no text encoder that Octavo knows; it is unchanged."
+        return _plain(clone, text, node)
     device = clone.patcher.load_device
     if management.is_device_cpu(device) and facts(device)[0] is None:
         text = "ComfyUI runs this text encoder on the CPU, which has no FP8; it is unchanged."

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one call that ComfyUI makes to a CLIP text model: what it asks for, and the answer it expects.
+"""The one call that ComfyUI makes to a CLIP text model: what it asks for and the answer it expects.
 
 ComfyUI's `SDClipModel.forward` calls `transformer(None, mask, embeds=..., num_tokens=..., ...)`
-(comfy/sd1_clip.py, unchanged since August 2025) and reads four values from the result. Whatever does
-not look exactly like that is not ours to answer: `parse` gives None and the original forward runs.
+(comfy/sd1_clip.py, unchanged since August 2025) and reads four values from the result. Whatever
+does not look exactly like that is not ours to answer: `parse` gives None and the original runs.
 """
 
 from __future__ import annotations

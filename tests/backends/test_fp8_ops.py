@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_weights import checkpoint_tensors, random_embeds, tiny, tiny_weights
 from octavo.backends.fp8_ops import (
     E4M3,
     DeviceWeights,
@@ -28,18 +28,12 @@ from octavo.checkpoints.quantized import scale_from_amax, to_fp8
 from octavo.encoders import Ops, encode
 from octavo.errors import OctavoBug, QuantizationError
 from octavo.seeded import TINY
-from samples import TINY_GELU, quantize, random_embeds, tiny
 from torch import Tensor
 
 CPU = torch.device("cpu")
+TINY_GELU = replace(TINY, activation="gelu")
 QKV = tuple(TINY.block(0) + f"self_attn.{n}_proj" for n in "qkv")
 OUT = TINY.block(1) + "self_attn.out_proj"
-
-
-@cache
-def weights_of(recipe: str = "fp8", spec=TINY) -> Fp8Weights:
-    made = quantize(spec, tiny(spec), recipe, prompts=2)
-    return Fp8Weights.from_tensors(spec, made.tensors, getattr(torch, made.body))
 
 
 def every_half() -> Tensor:
@@ -122,13 +116,13 @@ class TestQuantization:
 
 class TestWeights:
     def test_kinds_follow_the_tensors(self) -> None:
-        kinds = {type(v) for v in weights_of("fp8").linears.values()}
+        kinds = {type(v) for v in tiny_weights("fp8").linears.values()}
         assert kinds == {Fp8Linear}
-        mixed = weights_of("fp8-mixed").linears
+        mixed = tiny_weights("fp8-mixed").linears
         assert {n.rsplit(".", 1)[1] for n, v in mixed.items() if isinstance(v, HalfLinear)} == {
             "out_proj"
         }
-        bf16 = weights_of("bf16")
+        bf16 = tiny_weights("bf16")
         assert {type(v) for v in bf16.linears.values()} == {HalfLinear}
         assert bf16.body == torch.bfloat16 == bf16.positions.dtype == bf16.linears[OUT].bias.dtype
 
@@ -149,7 +143,7 @@ class TestWeights:
     def test_bad_tensors_are_refused_by_name(
         self, name: str, value: Tensor | None, message: str
     ) -> None:
-        tensors = dict(quantize(TINY, tiny(), prompts=1).tensors)
+        tensors = checkpoint_tensors(TINY, tiny(), count=1)
         if value is None:
             del tensors[name]
         else:
@@ -159,7 +153,7 @@ class TestWeights:
         assert name in str(caught.value)
 
     def test_stacking_never_requantizes(self) -> None:
-        weights = weights_of()
+        weights = tiny_weights()
         stack = DeviceWeights(weights, CPU).matrices[QKV]
         for name, rows, scale in zip(QKV, stack.parts(), stack.weight_scales, strict=True):
             linear = weights.linears[name]
@@ -171,7 +165,7 @@ class TestWeights:
         assert len({weights.linears[n].weight_scale.item() for n in QKV}) == 3
 
     def test_other_input_scales_run_apart(self) -> None:
-        weights = with_input_scale(weights_of(), QKV[1], 2.0)
+        weights = with_input_scale(tiny_weights(), QKV[1], 2.0)
         matrices = DeviceWeights(weights, CPU).matrices
         assert QKV not in matrices
         assert {(n,) for n in QKV} <= matrices.keys()
@@ -181,11 +175,11 @@ class TestWeights:
         codes = layers * (4 * d * d + 2 * d * f)
         body = layers * (4 * d + f + d + 4 * d) + 2 * d + TINY.positions * d
         scales = layers * ((4 * d + f + d) + 6 + 4)  # per column, per linear, per matrix
-        assert DeviceWeights(weights_of(), CPU).size_bytes == codes + 2 * body + 4 * scales
+        assert DeviceWeights(tiny_weights(), CPU).size_bytes == codes + 2 * body + 4 * scales
 
     def test_requantizing_the_same_values_changes_nothing(self) -> None:
         for recipe in ("fp8", "fp8-mixed", "bf16"):
-            weights = weights_of(recipe)
+            weights = tiny_weights(recipe)
             again = weights.requantized(tiny())
             assert again.linears.keys() == weights.linears.keys()
             for name, linear in weights.linears.items():
@@ -197,12 +191,12 @@ class TestWeights:
         bad = dict(tiny())
         bad[OUT + ".weight"] = bad[OUT + ".weight"].clone().fill_(float("inf"))
         with pytest.raises(QuantizationError, match=r"out_proj\.weight"):
-            weights_of().requantized(bad)
+            tiny_weights().requantized(bad)
 
     def test_copying_another_structure_is_refused(self) -> None:
-        loaded = DeviceWeights(weights_of(), CPU)
-        for other in (weights_of("fp8-mixed"), weights_of("bf16"), weights_of("fp8", TINY_GELU),
-                      with_input_scale(weights_of(), QKV[0], 2.0)):  # fmt: skip
+        loaded = DeviceWeights(tiny_weights(), CPU)
+        for other in (tiny_weights("fp8-mixed"), tiny_weights("bf16"), tiny_weights("fp8", TINY_GELU),
+                      with_input_scale(tiny_weights(), QKV[0], 2.0)):  # fmt: skip
             with pytest.raises(QuantizationError, match="structure"):
                 loaded.copy_from(other)
 
@@ -268,14 +262,14 @@ class TestArithmetic:
     @pytest.mark.parametrize("recipe", ["fp8", "fp8-mixed", "bf16"])
     @pytest.mark.parametrize("spec", [TINY, TINY_GELU], ids=lambda s: s.activation)
     def test_as_the_straightforward_arithmetic(self, recipe: str, spec) -> None:
-        weights = weights_of(recipe, spec)
+        weights = tiny_weights(recipe, spec)
         embeds = random_embeds(spec, 2).to(weights.body)
         ops = Fp8Ops(DeviceWeights(weights, CPU), simulated=True)
         assert_close(run(ops, spec, embeds), run(Straightforward(weights), spec, embeds))
 
     @pytest.mark.parametrize("tokens", [1, 20, 77])
     def test_masked_and_short(self, tokens: int) -> None:
-        weights = weights_of()
+        weights = tiny_weights()
         embeds = random_embeds(TINY, 3)[:, :tokens].half()
         mask = torch.arange(tokens) < torch.tensor([[tokens], [max(1, tokens // 2)], [1]])
         ops = Fp8Ops(DeviceWeights(weights, CPU), simulated=True)
@@ -284,13 +278,13 @@ class TestArithmetic:
 
     def test_apart_is_what_stacked_is(self) -> None:
         """Three GEMMs with three input scales: each by its own, none requantized to another's."""
-        weights = with_input_scale(weights_of(), QKV[1], 1.7)
+        weights = with_input_scale(tiny_weights(), QKV[1], 1.7)
         embeds = random_embeds(TINY, 2).half()
         ops = Fp8Ops(DeviceWeights(weights, CPU), simulated=True)
         assert_close(run(ops, TINY, embeds), run(Straightforward(weights), TINY, embeds))
 
     def test_one_of_a_stack_asked_for_alone(self) -> None:
-        ops = Fp8Ops(DeviceWeights(weights_of(), CPU), simulated=True)
+        ops = Fp8Ops(DeviceWeights(tiny_weights(), CPU), simulated=True)
         x = random_embeds(TINY, 1).half() * 50
         together = ops.linears(x, QKV)
         for name, expected in zip(QKV, together, strict=True):
@@ -298,7 +292,7 @@ class TestArithmetic:
 
     def test_deferred_values_as_tensors(self) -> None:
         """What no encoder asks for yet: every deferred value is also a plain tensor."""
-        weights = weights_of()
+        weights = tiny_weights()
         ops, plain = Fp8Ops(DeviceWeights(weights, CPU), simulated=True), Straightforward(weights)
         x = random_embeds(TINY, 1).half() * 50
         fc1, block = TINY.block(0) + "mlp.fc1", TINY.block(0)
@@ -312,7 +306,7 @@ class TestArithmetic:
     def test_states_go_to_their_places(self) -> None:
         from octavo.encoders.clip import FINAL_NORM, POSITIONS
 
-        weights = DeviceWeights(weights_of(), CPU)
+        weights = DeviceWeights(tiny_weights(), CPU)
         embeds = random_embeds(TINY, 2).half()
         expected = run(Fp8Ops(weights, simulated=True), TINY, embeds)
         out = torch.full((4, *embeds.shape), float("nan"), dtype=torch.float16)
@@ -324,7 +318,7 @@ class TestArithmetic:
             assert torch.equal(state, expected[i])
 
     def test_misuse_is_a_bug(self) -> None:
-        ops = Fp8Ops(DeviceWeights(weights_of(), CPU), simulated=True)
+        ops = Fp8Ops(DeviceWeights(tiny_weights(), CPU), simulated=True)
         x = random_embeds(TINY, 1).half()
         with pytest.raises(OctavoBug, match="activation"):
             ops.gelu(x)

@@ -5,29 +5,21 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from octavo.backends.fp8_ops import Fp8Weights
+from fp8_weights import prompt_embeds, random_embeds, seeded, tiny, tiny_weights
 from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.errors import EngineUnavailable, QuantizationError
 from octavo.seeded import TINY
-from samples import embeds_of, quantize, random_embeds, tiny, weights_of
 from torch import Tensor
-
-
-@cache
-def weights(recipe: str = "fp8") -> Fp8Weights:
-    made = quantize(TINY, tiny(), recipe, prompts=4)
-    return Fp8Weights.from_tensors(TINY, made.tensors, getattr(torch, made.body))
 
 
 @pytest.fixture
 def engine() -> TorchFp8Engine:
-    return TorchFp8Engine(TINY, weights(), "cpu")
+    return TorchFp8Engine(TINY, tiny_weights(), "cpu")
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -39,8 +31,8 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     [("fp8", torch.float16), ("fp8-mixed", torch.float16), ("bf16", torch.bfloat16)],
 )
 def test_every_state_is_close_to_fp32(recipe: str, body: torch.dtype) -> None:
-    engine = TorchFp8Engine(TINY, weights(recipe), "cpu")
-    embeds = embeds_of(TINY, tiny(), 4)
+    engine = TorchFp8Engine(TINY, tiny_weights(recipe), "cpu")
+    embeds = prompt_embeds(TINY, tiny(), 4)
     reference = ReferenceEncoder(TINY, tiny().__getitem__)
     with torch.no_grad():
         hidden, last = reference(embeds)
@@ -55,7 +47,9 @@ def test_every_state_is_close_to_fp32(recipe: str, body: torch.dtype) -> None:
 def test_mixed_recipe_is_closer_than_all_fp8_where_it_differs() -> None:
     """The recipes are not one and the same computation."""
     embeds = random_embeds(TINY, 1)
-    a, b = (TorchFp8Engine(TINY, weights(r), "cpu").encode(embeds)[1] for r in ("fp8", "fp8-mixed"))
+    a, b = (
+        TorchFp8Engine(TINY, tiny_weights(r), "cpu").encode(embeds)[1] for r in ("fp8", "fp8-mixed")
+    )
     assert not torch.equal(a, b)
 
 
@@ -115,12 +109,12 @@ def test_nan_does_not_outlive_its_call(engine: TorchFp8Engine) -> None:
 def test_swapped_weights_are_served(engine: TorchFp8Engine) -> None:
     embeds = random_embeds(TINY, 1)
     before, held = engine.encode(embeds)[1], engine.bytes
-    other = weights().requantized(weights_of(TINY, seed=9))
+    other = tiny_weights().requantized(seeded(TINY, 9))
     engine.swap_weights(other)
     fresh = TorchFp8Engine(TINY, other, "cpu")
     assert torch.equal(engine.encode(embeds)[1], fresh.encode(embeds)[1])
     assert not torch.equal(engine.encode(embeds)[1], before)
-    engine.swap_weights(weights())
+    engine.swap_weights(tiny_weights())
     assert torch.equal(engine.encode(embeds)[1], before)
     assert engine.bytes == held
 
@@ -129,15 +123,15 @@ def test_weights_of_another_structure_change_nothing(engine: TorchFp8Engine) -> 
     embeds = random_embeds(TINY, 1)
     before = engine.encode(embeds)[1]
     with pytest.raises(QuantizationError, match="structure"):
-        engine.swap_weights(weights("fp8-mixed"))
+        engine.swap_weights(tiny_weights("fp8-mixed"))
     assert torch.equal(engine.encode(embeds)[1], before)
 
 
 def test_swapping_does_not_touch_the_source(engine: TorchFp8Engine) -> None:
     name = TINY.block(0) + "mlp.fc1"
-    before = weights().linears[name].weight.float()
-    engine.swap_weights(weights().requantized(weights_of(TINY, seed=9)))
-    assert torch.equal(weights().linears[name].weight.float(), before)
+    before = tiny_weights().linears[name].weight.float()
+    engine.swap_weights(tiny_weights().requantized(seeded(TINY, 9)))
+    assert torch.equal(tiny_weights().linears[name].weight.float(), before)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +161,16 @@ def test_bytes_and_close(engine: TorchFp8Engine) -> None:
     with pytest.raises(EngineUnavailable, match="closed"):
         engine.encode(random_embeds(TINY, 1))
     with pytest.raises(EngineUnavailable, match="closed"):
-        engine.swap_weights(weights())
+        engine.swap_weights(tiny_weights())
 
 
 def test_in_inference_mode(engine: TorchFp8Engine) -> None:
     embeds = random_embeds(TINY, 1)
     expected = engine.encode(embeds)[1]
     with torch.inference_mode():
-        made = TorchFp8Engine(TINY, weights(), "cpu")
+        made = TorchFp8Engine(TINY, tiny_weights(), "cpu")
         last = made.encode(embeds * 1.0)[1]
-    made.swap_weights(weights())  # in place, which inference tensors would forbid
+    made.swap_weights(tiny_weights())  # in place, which inference tensors would forbid
     assert torch.equal(last, expected)
     assert not last.requires_grad and not last.is_inference()
 

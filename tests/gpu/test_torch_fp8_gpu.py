@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_weights import fp8_weights, prompt_embeds, random_embeds, seeded
 from octavo.backends.fp8_ops import DeviceWeights, Fp8Linear, Fp8Ops, Fp8Weights, quantize_input
 from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.encoders import encode
 from octavo.encoders.clip import POSITIONS, ClipSpec
 from octavo.seeded import CLIP_G, CLIP_L, LONG_CLIP_L, TINY
-from samples import embeds_of, quantize, random_embeds, weights_of
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -39,13 +39,12 @@ class Encoder:
     """CLIP-L with outliers, quantized by `recipe`, with its FP32 reference on the GPU."""
 
     def __init__(self, spec: ClipSpec = CLIP_L, recipe: str = "fp8") -> None:
-        self.spec, self.tensors = spec, weights_of(spec)
-        made = quantize(spec, self.tensors, recipe, prompts=8)
-        self.weights = Fp8Weights.from_tensors(spec, made.tensors, getattr(torch, made.body))
+        self.spec, self.tensors = spec, seeded(spec)
+        self.weights = fp8_weights(spec, self.tensors, recipe, count=8)
         self.reference = ReferenceEncoder(spec, self.tensors.__getitem__, device=CUDA)
 
     def embeds(self, count: int) -> Tensor:
-        return embeds_of(self.spec, self.tensors, count).to(CUDA)
+        return prompt_embeds(self.spec, self.tensors, count).to(CUDA)
 
     def engine(self, **options) -> TorchFp8Engine:
         return TorchFp8Engine(self.spec, self.weights, CUDA, **options)
@@ -177,7 +176,7 @@ def mixed() -> Encoder:
 
 
 def test_as_close_to_fp32_as_the_emulation(clip_l: Encoder, engine: TorchFp8Engine) -> None:
-    """The hardware's shorter accumulators cost nothing that FP8 has not cost already."""
+    """The tensor cores' shorter accumulators cost nothing that FP8 has not cost already."""
     embeds = clip_l.embeds(16)
     ops = Fp8Ops(DeviceWeights(clip_l.weights, CUDA), simulated=True)
     with torch.no_grad():
@@ -364,7 +363,7 @@ def test_swapped_weights_under_captured_graphs(clip_l: Encoder) -> None:
     engine = clip_l.engine()
     embeds = random_embeds(CLIP_L, 1).to(CUDA)
     before = engine.encode(embeds)
-    live = {n: t.to(CUDA) for n, t in weights_of(CLIP_L, seed=7).items()}
+    live = {n: t.to(CUDA) for n, t in seeded(CLIP_L, 7).items()}
     other = clip_l.weights.requantized(live)
     fresh = TorchFp8Engine(CLIP_L, other, CUDA)
     engine.swap_weights(other)

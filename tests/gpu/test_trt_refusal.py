@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real plan and the real TensorRT for RTX on a GPU that it does not support: words, not a crash."""
+"""A real plan of the real TensorRT for RTX on a GPU it does not support: words, not a crash."""
 
 from __future__ import annotations
 

@@ -158,9 +158,9 @@ class World:
 
     `faults` (each stays until removed): "runtime" ("null", "none", "wrapped" (a null pointer in
     an object, which crashes whoever touches it, as in the full TensorRT) or an exception),
-    "validity" (bits), "deserialize", "config", "cache", "context", "execute" (None or an exception), "oom"
-    (the number of allocations that still succeed), "rejects" (a tensor name: no address and no
-    shape is taken for it), "lies" (a tensor name: its shape in a context is wrong).
+    "validity" (bits), "deserialize", "config", "cache", "context", "execute" (None or an
+    exception), "oom" (the number of allocations that still succeed), "rejects" (a tensor name: no
+    address and no shape is taken for it), "lies" (a tensor name: its shape in a context is wrong).
     """
 
     def __init__(self, *, rtx: bool = True, version: str = VERSION) -> None:
