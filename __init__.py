@@ -5,3 +5,28 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
+
+WEB_DIRECTORY = "./web"  # help pages for ComfyUI; it is read where the folder is a node pack
+
+
+async def comfy_entrypoint():  # type: ignore[no-untyped-def]
+    """What ComfyUI calls to get the nodes (API V3)."""
+    from .nodes import Octavo
+
+    return Octavo()
+
+
+_LAZY = ("accelerate", "accelerating", "report", "restore")
+
+
+def __getattr__(name: str) -> object:
+    """The functions for diffusers, imported when they are first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .hosts import diffusers
+
+    return getattr(diffusers, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

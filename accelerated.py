@@ -31,11 +31,12 @@ from .backends.fp8_ops import Fp8Linear, Fp8Weights
 from .backends.onnx_ops import emit
 from .backends.plan_inputs import plan_weights
 from .backends.torch_fp8 import TorchFp8Engine
-from .backends.torch_ops import StreamedEncoder
+from .backends.torch_ops import StreamedEncoder, embed_tokens
 from .checkpoints import Fingerprint, fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
+    STREAMED_BATCH,
     Progress,
     Report,
     Sample,
@@ -173,6 +174,7 @@ class _Serving:
     plan: str | None
     similarity: Similarity
     expected: States
+    masks: bool = True  # whether it takes a mask; plans are built without one
     loaded: Hashable = None  # the identity of the set that is under the engine; None is the base
 
 
@@ -182,6 +184,7 @@ class AcceleratedEncoder:
     `recipe`: where the ladder starts. `engine`: "auto", "fastest" or one name (OCTAVO_ENGINE
     overrides "auto"); a forced engine that cannot serve raises EngineUnavailable. `background`:
     serve with torch_fp8 or the host while TensorRT compiles, and switch between two requests.
+    `calibration`: rows of token ids whose input ranges widen those of the shipped prompts.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class AcceleratedEncoder:
         cache: EngineCache | None = None,
         background: bool = False,
         report: Report = silent,
+        calibration: Sequence[Sequence[int]] = (),
         device: Device | None = None,
         packages: Packages | None = None,
     ) -> None:
@@ -204,6 +208,8 @@ class AcceleratedEncoder:
         self._cache = cache or EngineCache()
         self._background = background
         self._progress = report
+        self._calibration = calibration
+        self._ranges: dict[str, Tensor] = {}  # of the inputs, on the prompts of `calibration`
         self._facts, self._packages = device, packages
         self._lock = threading.RLock()
         self._content: Fingerprint | None = None
@@ -248,11 +254,14 @@ class AcceleratedEncoder:
                 self.prepare()
             self._wake()
             self._take_background()
+            if mask is not None and bool((mask != 0).all()):
+                mask = None  # the same thing, and every engine takes it
             while (serving := self._serving) is not None and self._fits(embeds, mask):
+                if mask is not None and not serving.masks:
+                    break
                 try:
                     if self._load(serving, patched):
-                        mask = mask if mask is None else mask.bool()
-                        return serving.engine.encode(embeds, mask)
+                        return serving.engine.encode(embeds, mask if mask is None else mask.bool())
                     break
                 except EngineUnavailable as error:
                     self._demote(serving, error.reason)
@@ -325,6 +334,8 @@ class AcceleratedEncoder:
             )
             checkpoint = open_quantized(entry.path)
             check = self._expect(self._host.read, recipe)
+            if self._calibration and not self._ranges:
+                self._ranges = self._observe(self._calibration)
         except (OctavoError, torch.cuda.OutOfMemoryError) as error:
             for name in engines:
                 self._refuse(name, recipe, _first_line(error))
@@ -372,6 +383,8 @@ class AcceleratedEncoder:
         spec, device = checkpoint.spec, self._host.device
         tensors = {n: checkpoint.read(n) for n in engine_tensors(spec, checkpoint.structure)}
         weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, recipe.body))
+        if self._ranges:
+            weights = _widened(weights, self._ranges, torch.device("cpu"))
         plan: str | None = None
         engine: Engine
         load: Callable[[Fp8Weights], None]
@@ -388,7 +401,10 @@ class AcceleratedEncoder:
         except BaseException:
             engine.close()
             raise
-        return _Serving(name, engine, load, recipe, weights, entry, plan, similarity, expected)
+        masks = name == "torch_fp8"
+        return _Serving(
+            name, engine, load, recipe, weights, entry, plan, similarity, expected, masks
+        )
 
     def _start_trt(
         self,
@@ -423,13 +439,15 @@ class AcceleratedEncoder:
             )
             return {n: t.to(device) for n, t in made.items()}
 
+        found = self._cache.get("plan", plan.key, verify=False)
         session = session_from_plan(
             Path(plan.path),
             module=module,
             graph=graph,
             weights=inputs(weights),
             device=device,
-            runtime_cache=Path(plan.path).parent,
+            sha256=None if found is None else found.manifest.sha256,
+            runtime_cache=Path(plan.path).with_suffix(""),
         )
         return session, lambda of: session.swap_weights(inputs(of)), plan.key
 
@@ -451,6 +469,17 @@ class AcceleratedEncoder:
 
         states = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
         return held_out, states, recorder.amax
+
+    def _observe(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Per linear, the largest |input| that rows of token ids [S] reach in FP32."""
+        spec, read, device = self._host.spec, self._host.read, self._host.device
+        recorder = AmaxRecorder()
+        ops = StreamedEncoder(spec, read, device).ops(recorder)
+        with torch.no_grad():
+            for start in range(0, len(rows), STREAMED_BATCH):
+                embeds = embed_tokens(read, rows[start : start + STREAMED_BATCH])
+                encode(ops, spec, embeds.to(device))
+        return recorder.amax
 
     def _held_out(self, read: Callable[[str], Tensor]) -> Sample:
         """The check prompts, on the host's device."""
@@ -747,6 +776,11 @@ def _requantized(
     spec = base.spec
     names = [n for n in spec.tensors() if "token_embedding" not in n]
     fresh = base.requantized({n: read(n).to(device) for n in names})
+    return _widened(fresh, amax, device)
+
+
+def _widened(weights: Fp8Weights, amax: Mapping[str, Tensor], device: torch.device) -> Fp8Weights:
+    """`weights` with input ranges of at least `amax`, their scales on `device`."""
     # q, k and v see one input and must keep one scale: their amax are equal, so their maxima are.
     linears = {
         name: replace(
@@ -757,9 +791,9 @@ def _requantized(
         )
         if isinstance(linear, Fp8Linear)
         else linear
-        for name, linear in fresh.linears.items()
+        for name, linear in weights.linears.items()
     }
-    return replace(fresh, linears=linears)
+    return replace(weights, linears=linears)
 
 
 def _as_tensors(weights: Fp8Weights) -> dict[str, Tensor]:

@@ -669,6 +669,8 @@ def make_plan(
                 "the package 'onnx', which writes the graph, is missing",
                 "pip install onnx",
             )
+        with cache.temporary("plan", key) as probe:
+            probe.touch()  # as above, and with the cache's own remedy
         report(Progress(subject, f"emitting ONNX for {target.gpu}"))
         graph = _graph(checkpoint, body, mask=mask, embed=embed)
         request = BuildRequest(

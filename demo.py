@@ -8,6 +8,7 @@ outlier channels that real CLIP shows, and uses that.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +58,7 @@ def demo(model: Path | None, cache_dir: Path | None, recipe_name: str, folder: P
         ("What this machine could run", ["doctor"]),
     ]
     for title, arguments in steps:
-        shown = " ".join(["octavo", *arguments])
-        click.echo(f"\n== {title}\n   $ {shown}\n")
+        click.echo(f"\n== {title}\n   $ {shlex.join(['octavo', *arguments])}\n")
         code = cli.main(arguments)
         if code:
             raise click.exceptions.Exit(code)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import sys
 from contextlib import suppress
@@ -69,13 +70,16 @@ def probe(device: object = None) -> Device:
 
 
 def _driver_version() -> str | None:
+    """ "580.65.06" as NVIDIA's management library tells, which comes with the driver."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
-    except Exception:  # any NVML fault only means that the version is not known
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        version = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        failed = nvml.nvmlSystemGetDriverVersion(version, len(version))
+        nvml.nvmlShutdown()
+        return None if failed else version.value.decode()
+    except (OSError, AttributeError, UnicodeDecodeError):  # no such library, or not NVIDIA's
         return None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -38,6 +39,7 @@ def examine() -> dict[str, Any]:
     """All facts as JSON-ready values; nothing that is broken stops the rest."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
+        "python_supported": sys.version_info >= (3, 11),
         "executable": sys.executable,
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -114,7 +116,10 @@ def _cache_facts() -> dict[str, Any]:
 
         cache = EngineCache()
         entries = cache.entries()
-    except Exception as error:  # platformdirs is missing, OCTAVO_CACHE_BUDGET is no size, ...
+    except ImportError as error:
+        remedy = "'pip install -r requirements.txt' brings what is missing"
+        return {"problem": f"the cache cannot be used: {_first_line(error)}; {remedy}"}
+    except Exception as error:  # OCTAVO_CACHE_BUDGET is no size, ...
         return {"problem": f"the cache cannot be used: {_first_line(error)}"}
     return {
         "root": str(cache.root),
@@ -137,11 +142,10 @@ def _first_line(error: Exception) -> str:
 
 def text(facts: dict[str, Any]) -> str:
     """The facts as a person reads them."""
-    lines = [
-        f"Python {facts['python']} ({facts['executable']}) on {facts['platform']}",
-        "",
-        "Packages",
-    ]
+    lines = [f"Python {facts['python']} ({facts['executable']}) on {facts['platform']}"]
+    if not facts["python_supported"]:
+        lines.append("This Python is too old: Octavo needs 3.11 or newer.")
+    lines += ["", "Packages"]
     for name, use in PACKAGES.items():
         version = facts["packages"][name]
         lines.append(f"  {name:16} {version or 'not installed':18} {use}")
@@ -182,6 +186,8 @@ def main(arguments: list[str]) -> int:
     if arguments and (arguments[0] != "--json" or len(arguments) != 2):
         print("usage: doctor [--json FILE]", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console may lack a character of a path
+        sys.stdout.reconfigure(errors="backslashreplace")
     facts = examine()
     if not arguments:
         print(text(facts))

@@ -43,7 +43,7 @@ def activation_exponent(inner: int) -> int:
     """e of the fixed activation scale 2^-e for a GEMM over `inner` elements.
 
     The FP8 product leaves the GEMM as fp16 before the post-scale, so 448 * 448 * inner * 2^-(e+10)
-    must stay under 65504: e = 4 up to 5346, one more for each doubling.
+    must stay under 65504: e = 4 up to 5347, one more for each doubling.
     """
     worst = FP8_MAX * FP8_MAX * inner / _HALF_LIMIT
     return max(14, math.ceil(math.log2(worst))) - _WEIGHT_EXPONENT

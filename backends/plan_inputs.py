@@ -59,9 +59,10 @@ def gemm_scales(
     post = (weight_scales.float() / weight_scale_unit() / pre.float()).to(dtype)
     tiny = torch.finfo(dtype).tiny
     for scale in (pre, post):
-        if not bool((scale.isfinite() & (scale >= tiny)).all()):
+        outside = scale[~(scale.isfinite() & (scale >= tiny))]
+        if outside.numel():
             raise QuantizationError(
-                f"a scale ({scale.float().max().item():.3g}) is outside the range of {body}, "
+                f"a scale ({outside[0].item():.3g}) is outside the range of {body}, "
                 "so no plan can hold it; the next engine is used."
             )
     return pre, post

@@ -14,7 +14,6 @@ import importlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +30,9 @@ log = logging.getLogger(__name__)
 NAME = "torch_fp8"
 MIN_SM = (8, 9)  # Ada; the first tensor cores that take E4M3
 
-# More rows keep the GPU busy for longer than Python needs to launch them, so a graph would only
-# cost its static buffers and the copy out of them.
-GRAPH_ROWS = 16384
+# A shape whose states take more runs eagerly: it keeps the GPU busy for longer than Python needs to
+# launch it, and a graph would hold that much memory for good.
+GRAPH_BYTES = 256 << 20
 
 Shape = tuple[int, int, bool]  # batch, tokens, whether there is a mask
 
@@ -70,6 +69,8 @@ class TorchFp8Engine:
         triton: bool = True,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.max_graphs = max_graphs if graphs and self.device.type == "cuda" else 0
         self._lock = threading.Lock()
         self._captured: OrderedDict[Shape, _Captured] = OrderedDict()
@@ -98,17 +99,26 @@ class TorchFp8Engine:
         self._check(embeds, mask)
         with self._lock, self._on_device():
             weights = self._open()
-            with self._in_order():
+            stream = self._begin()
+            try:
                 states = self._states(weights, embeds, mask)
-        return tuple(states[:-1].unbind()), states[-1]
+            finally:
+                self._end(stream)
+        *hidden, last = states.unbind()
+        return tuple(hidden), last
 
     def swap_weights(self, weights: Fp8Weights) -> None:
         """Take over other values of the same structure, LoRA applied; captured graphs stay valid.
 
         Raises QuantizationError if the structure differs, EngineUnavailable after `close`.
         """
-        with self._lock, self._on_device(), self._in_order():
-            self._open().copy_from(weights)
+        with self._lock, self._on_device():
+            held = self._open()
+            stream = self._begin()
+            try:
+                held.copy_from(weights)
+            finally:
+                self._end(stream)
 
     @property
     def bytes(self) -> int:
@@ -172,7 +182,7 @@ class TorchFp8Engine:
             log.info("torch_fp8 runs without Triton, which is slower (%s).", error)
             return None
         except Exception as error:  # a broken Triton or C compiler can raise anything
-            log.warning("torch_fp8 runs without Triton, which fails here: %s", _first_line(error))
+            log.warning("torch_fp8 runs without Triton, which fails here: %s", _summary(error))
             return None
         return kernels
 
@@ -196,7 +206,7 @@ class TorchFp8Engine:
         """All states [L + 2, B, S, C] in one new tensor."""
         b, s, _ = embeds.shape
         shape: Shape = (b, s, mask is not None)
-        captured = self._graph(weights, shape)
+        captured = self._graph(weights, shape)  # None: eagerly
         if captured is None:
             embeds = embeds.to(self.device, weights.body).contiguous()
             mask = None if mask is None else mask.to(self.device).contiguous()
@@ -214,7 +224,7 @@ class TorchFp8Engine:
         mask: Tensor | None,
         states: Tensor | None = None,
         *,
-        capturing: bool = False,
+        in_graph: bool = False,
     ) -> Tensor:
         """Run the encoder's operations; every state goes to its place in `states`."""
         spec = self.spec
@@ -224,13 +234,13 @@ class TorchFp8Engine:
         places |= {spec.block(i) + "mlp.fc2": states[i + 1] for i in range(spec.layers)}
         if self._kernels is not None:
             rows = embeds.shape[0] * embeds.shape[1]
-            overlapped = capturing and self._kernels.overlaps(self.device, rows)
+            overlapped = in_graph and self._kernels.overlaps(self.device, rows)
             ops = self._kernels.FusedOps(weights, places=places, overlapped=overlapped)
             try:
                 ops.tensor(encode(ops, spec, embeds, mask)[1])
                 return states
             except self._kernels.KernelError as error:
-                log.warning("torch_fp8 goes on without Triton, which fails: %s", _first_line(error))
+                log.warning("torch_fp8 goes on without Triton, which fails: %s", _summary(error))
                 self._kernels = None
         ops = Fp8Ops(weights, simulated=self._simulated, places=places)
         # The last state asks for all the others, which are computed into their places on the way.
@@ -245,15 +255,18 @@ class TorchFp8Engine:
             self._captured.move_to_end(shape)
             return self._captured[shape]
         b, s, _ = shape
-        if self.max_graphs == 0 or b * s > GRAPH_ROWS or shape in self._uncapturable:
+        size = (self.spec.layers + 2) * b * s * self.spec.width * weights.body.itemsize
+        if self.max_graphs == 0 or size > GRAPH_BYTES or shape in self._uncapturable:
             return None
         while len(self._captured) >= self.max_graphs:
             self._wait()  # a graph may still be running
             self._captured.popitem(last=False)[1].graph.reset()
+        if not self._captured:
+            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
             self._captured[shape] = self._capture(weights, shape)
         except RuntimeError as error:  # out of memory is one
-            log.warning("torch_fp8 runs %d x %d without a CUDA graph: %s", b, s, _first_line(error))
+            log.warning("torch_fp8 runs %d x %d without a CUDA graph: %s", b, s, _summary(error))
             self._uncapturable.add(shape)
             return None
         return self._captured[shape]
@@ -264,18 +277,17 @@ class TorchFp8Engine:
         mask = torch.ones(b, s, dtype=torch.bool, device=self.device) if masked else None
         states = embeds.new_empty(self.spec.layers + 2, *embeds.shape)
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         current, side = torch.cuda.current_stream(), _side_stream(self.device)
         with _capturing, torch.cuda.stream(side):
-            side.wait_stream(current)
+            # As in a graph, nothing else may be under way: see FusedOps.
+            current.synchronize()
             # Once eagerly: compiles the kernels and makes cuBLAS allocate outside the graph's pool.
-            self._run(weights, embeds, mask, states)
+            self._run(weights, embeds, mask, states, in_graph=True)
             # Not torch.cuda.graph, which also empties the host's allocator cache. Other threads
             # may go on using CUDA meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._run(weights, embeds, mask, states, capturing=True)
+                self._run(weights, embeds, mask, states, in_graph=True)
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
@@ -286,33 +298,36 @@ class TorchFp8Engine:
 
     # -- order ------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """No gradients, ordinary tensors (a host may be in inference mode), the right device."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-            yield
+    def _on_device(self) -> contextlib.ExitStack:
+        """No gradients, ordinary tensors (a host may be in inference mode), the right device.
 
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Orders this call's work after the last call's, which may be on another stream.
+        Enters only what is not so already: at batch 1 each microsecond before the launch shows.
+        """
+        stack = contextlib.ExitStack()
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            stack.enter_context(torch.cuda.device(self.device))
+        return stack
+
+    def _begin(self) -> torch.cuda.Stream | None:
+        """Order this call's work after the last call's, which may be on another stream.
 
         The weights, the graphs' buffers and their pool are shared by all calls.
         """
         if self.device.type != "cuda":
-            yield
-            return
+            return None
         stream = torch.cuda.current_stream()
         if self._done is None:
             self._done = torch.cuda.Event()
         elif stream != self._stream:
             stream.wait_event(self._done)
-        try:
-            yield
-        finally:
+        return stream
+
+    def _end(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None and self._done is not None:
             self._done.record(stream)
             self._stream = stream
 
@@ -345,5 +360,8 @@ def _pool_bytes(pool: Any) -> int:
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _summary(error: BaseException) -> str:
+    """One line: CUDA's messages begin with what happened, Triton's compiler's end with it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[-1] if lines[0].startswith("at ") else lines[0]
+    return line if len(line) <= 160 else line[:157] + "..."

@@ -88,6 +88,11 @@ def _activate(x, QUICK: tl.constexpr):
     return y
 
 
+@triton.jit
+def _plus(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["period", "rows"])
 def _add_norm(
     x, addend, column_scale, addend_bias, weight, bias, scale, total, normed, period, rows, eps,
@@ -125,10 +130,11 @@ def _add_norm(
     if PDL:
         gdc_launch_dependents()
     if NORMED:
-        mean = tl.sum(value, 0) / C
-        centred = tl.where(inside, value - mean, 0.0)
-        variance = tl.sum(centred * centred, 0) / C
-        y = (centred * tl.rsqrt(variance + eps) * gain + shift).to(body)
+        # Both sums in one exchange between the warps; FP32 is wide enough for the difference.
+        first, second = tl.reduce((value, value * value), 0, _plus)
+        mean = first / C
+        variance = tl.maximum(second / C - mean * mean, 0.0)
+        y = ((value - mean) * tl.rsqrt(variance + eps) * gain + shift).to(body)
         if QUANTIZED:
             y = _quantize(y.to(tl.float32), tl.load(scale))
         tl.store(normed + row * C + column, y, inside)
@@ -160,9 +166,9 @@ def _attention(
     for start in range(0, tl.minimum(tokens, (block + 1) * QUERIES), KEYS):
         key_row = start + tl.arange(0, KEYS)
         inside = key_row < tokens
-        at = (first + key_row) * stride + head * D
-        key = tl.load(k + at[None, :] + depth[:, None], inside[None, :], 0.0)  # [D, KEYS]
-        value = tl.load(v + at[:, None] + depth[None, :], inside[:, None], 0.0)  # [KEYS, D]
+        begin = (first + key_row) * stride + head * D
+        key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)  # [D, KEYS]
+        value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)  # [KEYS, D]
         score = tl.dot(query, key) * softmax_scale
         allowed = (key_row[None, :] <= row[:, None]) & inside[None, :]
         if MASKED:
@@ -264,6 +270,7 @@ FEW_ROWS = 320
 STACKED_ROWS = 2048
 SHORT_K = 1024
 ENOUGH_PROGRAMS = 80  # fewer leave most of a large GPU idle: cut smaller
+DEEP_PROGRAMS = 264  # more do not fit at once with 96 KB each: two on each of 132 multiprocessors
 
 
 def _tile(matrix: Matrix, rows: int, *, activated: bool = False) -> Tile | None:
@@ -280,16 +287,17 @@ def _tile(matrix: Matrix, rows: int, *, activated: bool = False) -> Tile | None:
         while split > 1 and k % (split * 128):
             split -= 1
         split = max(split, 1)
-    depth = wide if (k // split) % wide == 0 else 128
-    tall = (n // 64) * triton.cdiv(rows, 64) * split >= ENOUGH_PROGRAMS
-    return Tile(64 if tall else 32, 64, depth, split, 3)
+    tall = (n // 64) * triton.cdiv(rows, 64) * split
+    deep = (k // split) % wide == 0 and tall <= DEEP_PROGRAMS
+    return Tile(64 if tall >= ENOUGH_PROGRAMS else 32, 64, wide if deep else 128, split, 3)
 
 
 class FusedOps(Fp8Ops):
     """`Fp8Ops` on a CUDA device through the kernels above.
 
-    `overlapped`: launch each kernel before the previous one has ended. Only inside a CUDA graph,
-    whose start and end order it against everything else, and only where `overlaps` says so.
+    `overlapped`: launch each kernel before the previous one has ended, where `overlaps` says so.
+    Kernels read weights before they wait, so nothing that writes any may be under way: use it in a
+    CUDA graph, whose start is ordered after all work before it, or on an idle device.
     """
 
     def __init__(

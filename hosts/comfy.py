@@ -381,6 +381,7 @@ class Service:
         self.settings, self.device = settings, patcher.load_device
         self.model = weakref.ref(model)
         self.nodes: OrderedDict[str, None] = OrderedDict()  # our nodes that show this CLIP
+        self.speed_up: float | None = None  # as 'FP8 Report' measured it
         self.served: dict[str, Served] = {}
         self.unknown: dict[str, str] = {}  # sub-encoder -> what it is
         device, packages = facts(self.device)
@@ -481,7 +482,10 @@ class Service:
     def lines(self) -> list[str]:
         """The state of each sub-encoder, one line each."""
         shown = [_line(served) for served in self.served.values()]
-        return shown + [f"{name}: PyTorch; it is {what}" for name, what in self.unknown.items()]
+        shown += [f"{name}: PyTorch; it is {what}" for name, what in self.unknown.items()]
+        if self.speed_up is not None:
+            shown.append(f"{self.speed_up:.1f} times as fast as PyTorch")
+        return shown
 
     def show(self, text: str | None = None) -> None:
         """Put the state, or `text`, onto the nodes that show this CLIP."""
@@ -883,3 +887,136 @@ def _free_name(folder: Path, name: str, encoder: str) -> Path:
         if not path.exists():
             return path
     raise FileError(folder, f"holds too many files called {stem}", "choose another name")
+
+
+# Side by side
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt through both: cosines of `tokens`, their mean and minimum, of pooled; medians."""
+
+    prompt: str
+    tokens: tuple[float, ...]
+    pooled: float | None
+    pytorch_ms: float
+    octavo_ms: float
+
+    @property
+    def token_mean(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+    @property
+    def token_min(self) -> float:
+        return min(self.tokens)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: tuple[Compared, ...]
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """The tables as plain text."""
+        lines = [
+            *self.notes,
+            "",
+            "token mean  token min  pooled   PyTorch    Octavo  faster  prompt",
+        ]
+        for row in self.rows:
+            pooled = "-" if row.pooled is None else f"{row.pooled:.4f}"
+            faster = row.pytorch_ms / row.octavo_ms if row.octavo_ms else float("nan")
+            lines.append(
+                f"{row.token_mean:10.5f} {row.token_min:10.5f} {pooled:>7} "
+                f"{row.pytorch_ms:7.2f} ms {row.octavo_ms:6.2f} ms {faster:6.1f}x  {row.prompt}"
+            )
+        return "\n".join(lines)
+
+
+def compare(clip: Any, prompts: list[str], repeats: int) -> Comparison:
+    """Each prompt through ComfyUI's PyTorch and through `clip`; raises OctavoError without ours."""
+    service = service_of(clip)
+    if service is None:
+        raise OctavoError(
+            "this CLIP is not served by Octavo; connect it through 'FP8 Text Encoder' first."
+        )
+    plain = _encode_all(without(clip), prompts, repeats)
+    ours = _encode_all(clip, prompts, repeats)
+    rows = []
+    for prompt, (expected, expected_pooled, slow), (got, pooled, fast) in zip(
+        prompts, plain, ours, strict=True
+    ):
+        cosines = _cosines(expected.flatten(0, -2), got.flatten(0, -2))
+        same = None
+        if pooled is not None and expected_pooled is not None:
+            same = _cosines(expected_pooled, pooled)[0]
+        rows.append(Compared(prompt, tuple(cosines), same, slow, fast))
+    slow, fast = (sum(getattr(r, name) for r in rows) for name in ("pytorch_ms", "octavo_ms"))
+    service.speed_up = slow / fast if fast else None
+    service.show()
+    notes = [served.report().text() for served in service.served.values()]
+    notes += [
+        f"{s.name}: answered by PyTorch: {s.why_host}"
+        for s in service.served.values()
+        if s.why_host
+    ]
+    notes += [f"{name}: PyTorch; it is {what}" for name, what in service.unknown.items()]
+    return Comparison(tuple(rows), tuple(notes))
+
+
+def _encode_all(
+    clip: Any, prompts: list[str], repeats: int
+) -> list[tuple[Tensor, Tensor | None, float]]:
+    """(conditioning, pooled, median milliseconds) of each prompt, after one encode to warm up."""
+    results = []
+    for prompt in prompts:
+        tokens = clip.tokenize(prompt)
+        clip.encode_from_tokens(tokens, return_pooled=True)
+        times = []
+        for _ in range(repeats):
+            management.throw_exception_if_processing_interrupted()
+            _wait(clip.patcher.load_device)
+            start = time.perf_counter()
+            cond, pooled = clip.encode_from_tokens(tokens, return_pooled=True)
+            _wait(clip.patcher.load_device)
+            times.append((time.perf_counter() - start) * 1e3)
+        results.append((cond, pooled, sorted(times)[len(times) // 2]))
+    return results
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cosines(a: Tensor, b: Tensor) -> list[float]:
+    """Cosines of rows; two zero rows are equal (padding, zeroed states)."""
+    a, b = a.double().cpu(), b.double().cpu()
+    cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
+    both_zero = (a.abs().sum(-1) == 0) & (b.abs().sum(-1) == 0)
+    return [float(c) for c in torch.where(both_zero, 1.0, cosine)]
+
+
+def environment(verify: bool = False) -> str:
+    """What `octavo doctor` shows, for this process, with ComfyUI's cache folder."""
+    from ..doctor import examine, text
+
+    store, found = cache(), examine()
+    entries = store.entries()
+    found["cache"] = {
+        "root": str(store.root),
+        "entries": len(entries),
+        "bytes": sum(entry.manifest.length for entry in entries),
+        "budget_bytes": store.budget_bytes,
+        "writable": found["cache"].get("writable", True),
+    }
+    lines = [text(found)]
+    for entry in entries:
+        lines.append(
+            f"  {entry.manifest.kind:10} {entry.manifest.key}  {entry.manifest.length / 1e6:.1f} MB"
+        )
+    if verify:
+        faults = [c for c in store.verify_all() if c.fault]
+        lines.append(f"  checked: {len(entries)} entries, {len(faults)} faults")
+        lines += [f"  {c.kind} {c.key}: {c.fault}" for c in faults]
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of an emitted graph in PyTorch: the same operations, rounded in the same places."""
+"""The arithmetic of an emitted graph in PyTorch: the same operations, rounded alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASKED = -30000.0
 
 
 class GraphOps(Ops[Tensor]):
-    """`Ops` over the weights of `plan_weights`, each result rounded to `body` as a graph node's is."""
+    """`Ops` over the weights of `plan_weights`; each result is rounded to `body`, as a node's is."""
 
     def __init__(
         self,
@@ -95,3 +95,36 @@ class GraphOps(Ops[Tensor]):
 
     def gelu(self, x: Tensor) -> Tensor:
         return self.rounded(F.gelu(x.float()))
+
+
+class RuntimeOps(GraphOps):
+    """As ONNX Runtime runs an fp16 graph on a CPU: in FP32, rounding only what must lie in memory.
+
+    That is what enters or leaves an operator with an fp16 kernel of its own: Quantize, LayerNorm,
+    the moving of data around attention; and the graph's outputs (by the caller).
+    """
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x
+
+    def half(self, x: Tensor) -> Tensor:
+        return x.to(self.body).float()
+
+    def mul(self, a: Tensor, b: Tensor | float) -> Tensor:
+        return a.float() * self.half(torch.as_tensor(b))
+
+    def quantized(self, x: Tensor, name: str) -> tuple[Tensor, float]:
+        unit = 2.0 ** -activation_exponent(x.shape[-1])
+        x = self.half(self.mul(x, self.weights[name + ".pre_scale"]))
+        return to_fp8(x, torch.tensor(unit)), unit
+
+    def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return self.half(super().layer_norm(self.half(x), name, eps))
+
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        return tuple(self.half(y) for y in super().linears(x, names))
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, mask: Tensor | None
+    ) -> Tensor:
+        return self.half(super().attention(q, k, v, heads=heads, mask=mask))

@@ -34,7 +34,7 @@ LAYER = TINY.block(0)
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `_quantize` of compile.py makes: the tensors of a checkpoint file and how they compute."""
+    """What compile.py's `_quantize` makes: a checkpoint file's tensors and how they compute."""
 
     spec: ClipSpec
     structure: Structure

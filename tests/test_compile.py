@@ -328,8 +328,7 @@ def test_embedded_weights(
     (shared,) = one(first[0]).engines
     assert (engine.weights, engine.cached) == ("embedded", False)
     weights = sum(out * inner for out, inner in TINY.linears().values())  # a byte each
-    assert engine.bytes > shared.bytes
-    assert engine.bytes - shared.bytes == pytest.approx(weights, rel=0.7)
+    assert weights < engine.bytes - shared.bytes < 4 * weights
     assert one(build(tiny, cache=cache, embed_weights=True)).engines[0].cached
     tensors = tiny_tensors()
     tensors[LAYER + "mlp.fc1.weight"][3, 5] += 0.25
@@ -394,16 +393,16 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_encoder_of_a_file(sdxl: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    result = build(sdxl, "rtx4090", "rtx5090", cache=cache)
+    result = build(sdxl, "rtx5090", cache=cache, recipe="bf16")
     assert [(b.encoder.name, b.encoder.spec.width) for b in result.encoders] == [
         ("clip", 128),
         ("clip_2", 192),
     ]
-    assert [len(b.engines) for b in result.encoders] == [2, 2]
+    assert [len(b.engines) for b in result.encoders] == [1, 1]
     assert len(artifacts(cache, "checkpoints")) == 2
-    assert len(artifacts(cache, "plans")) == 4
+    assert len(artifacts(cache, "plans")) == 2
     check(json.loads(json.dumps(result.facts())), BUILD)
-    (second,) = build(sdxl, "rtx5090", cache=cache, encoders=["clip_2"]).encoders
+    (second,) = build(sdxl, "rtx5090", cache=cache, recipe="bf16", encoders=["clip_2"]).encoders
     assert second.encoder.name == "clip_2" and second.checkpoint_cached
     with pytest.raises(FileError, match=r"has no encoder 'clip_g'; it has clip, clip_2\."):
         build(sdxl, cache=cache, encoders=["clip_g"])
@@ -563,7 +562,9 @@ def test_the_last_recipe_names_pytorch(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = replace(load_recipe("bf16"), floor=Floor(1.1, 1.1, 1.1))
-    with pytest.raises(SimilarityError, match=r"token_mean 1\.0 is under .* use PyTorch for it\."):
+    with pytest.raises(
+        SimilarityError, match=r"token_mean 0\.9\d+ is under .* use PyTorch for it\."
+    ):
         compiler.build(tiny, [Gpu("sm89", 89)], recipe=strict, cache=EngineCache(tmp_path))
 
 

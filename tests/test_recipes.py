@@ -12,7 +12,7 @@ from math import nan
 import pytest
 from octavo.errors import OctavoError
 from octavo.recipes import ALGORITHMS, NAMES, Floor, Keep, Recipe, load_recipe, shortfall
-from octavo.seeded import CLIP_G, CLIP_L, TINY
+from octavo.seeded import CLIP_G, CLIP_L
 
 FLOOR = Floor(token_mean=0.99, token_min=0.95, pooled=0.99)
 GOOD = {"token_mean": 0.995, "token_min": 0.97, "pooled": 0.996}
@@ -56,7 +56,7 @@ def test_every_exception_has_a_reason() -> None:
 
 
 def test_unknown_recipe_lists_the_known() -> None:
-    with pytest.raises(OctavoError, match="'int4' does not exist; .* fp8, fp8-mixed, bf16"):
+    with pytest.raises(OctavoError, match=r"'int4' does not exist; .* fp8, fp8-mixed, bf16"):
         load_recipe("int4")
     with pytest.raises(OctavoError, match="does not exist"):
         load_recipe("../recipes/fp8")

@@ -166,7 +166,7 @@ def test_missing_or_old_onnxruntime_is_one_sentence(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OctavoError, match=r"1\.29\.9 cannot run FP8 graphs; install 1\.30"):
         graph_run(graph, {})
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(OctavoError, match="needs onnxruntime and onnx .*install them"):
+    with pytest.raises(OctavoError, match=r"needs onnxruntime and onnx .*install them"):
         graph_run(graph, {})
 
 

@@ -195,8 +195,8 @@ class TestWeights:
 
     def test_copying_another_structure_is_refused(self) -> None:
         loaded = DeviceWeights(tiny_weights(), CPU)
-        for other in (tiny_weights("fp8-mixed"), tiny_weights("bf16"), tiny_weights("fp8", TINY_GELU),
-                      with_input_scale(tiny_weights(), QKV[0], 2.0)):  # fmt: skip
+        others = [tiny_weights("fp8-mixed"), tiny_weights("bf16"), tiny_weights("fp8", TINY_GELU)]
+        for other in (*others, with_input_scale(tiny_weights(), QKV[0], 2.0)):
             with pytest.raises(QuantizationError, match="structure"):
                 loaded.copy_from(other)
 

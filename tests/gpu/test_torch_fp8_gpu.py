@@ -59,6 +59,7 @@ def clip_l() -> Encoder:
 def engine(clip_l: Encoder):
     made = clip_l.engine(max_graphs=32)
     yield made
+    assert made._kernels is not None  # it was the kernels that were tested
     made.close()
 
 
@@ -127,6 +128,67 @@ def _quantize_all(x, scale, out, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(out + at, _quantize(tl.load(x + at).to(tl.float32), tl.load(scale)))
 
 
+@pytest.mark.parametrize("sm", [89, 90, 120])
+def test_the_kernels_compile_for_other_gpus(sm: int) -> None:
+    """With FP8 instructions, and within the shared memory that an RTX 40 or 50 gives a block."""
+    triton = pytest.importorskip("triton")
+    from octavo.backends import triton_kernels as kernels
+    from triton.backends.compiler import GPUTarget
+
+    def compiled(kernel, types: str, warps: int, stages: int, **constants):
+        """`types` are those of the arguments that are no constants, in order."""
+        names = [n for n in kernel.arg_names if n not in constants]
+        signature = dict.fromkeys(constants, "constexpr") | dict(
+            zip(names, types.split(), strict=True)
+        )
+        signature = {n: signature[n] for n in kernel.arg_names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(kernel.arg_names)
+            if signature[n].startswith("*") or n == "stride"
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+        options = {"num_warps": warps, "num_stages": stages}
+        made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+        assert made.metadata.shared <= 99 * 1024
+        return made.asm["ptx"]
+
+    for pdl in {False, sm >= 90}:
+        flags = {"PDL": pdl}
+        for matrix in ((2304, 768), (768, 768), (768, 3072), (3840, 1280), (1280, 5120)):
+            n, k = matrix
+            stacked, activated = n == 3 * k, False
+            names = ("q", "k", "v") if stacked else ("fc",)
+            weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="meta")
+            like = kernels.Matrix(names, weight, weight, weight, (), weight)
+            tile = kernels._tile(like, 77, activated=activated)
+            epilogue, out = ("body", "*fp16") if stacked else ("partial", "*fp32")
+            ptx = compiled(
+                kernels._fp8_linear, f"*fp8e4nv *fp8e4nv *fp32 *fp16 *fp32 {out} i32", 4,
+                tile.stages, N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+                SPLIT=tile.split, STAGES=tile.stages, EPILOGUE=epilogue, LINES=8, **flags,
+            )  # fmt: skip
+            assert "e4m3.e4m3" in ptx
+            assert ("griddepcontrol" in ptx) == pdl
+        for kind in ("gelu", "quick_gelu"):
+            for rows, columns, depth in ((64, 64, 256), (128, 64, 128)):
+                ptx = compiled(
+                    kernels._fp8_linear, "*fp8e4nv *fp8e4nv *fp32 *fp16 *fp32 *fp8e4nv i32", 4, 3,
+                    N=3072, K=768, ROWS=rows, COLUMNS=columns, DEPTH=depth, SPLIT=1, STAGES=3,
+                    EPILOGUE=kind, LINES=8, **flags,
+                )  # fmt: skip
+                assert "e4m3.e4m3" in ptx
+        compiled(
+            kernels._add_norm,
+            "*fp16 *fp32 *fp32 *fp16 *fp16 *fp16 *fp32 *fp16 *fp8e4nv i32 i32 fp32",
+            8, 3, C=1280, BLOCK=2048, ADDED=True, PARTS=6, NORMED=True, QUANTIZED=True, **flags,
+        )  # fmt: skip
+        compiled(
+            kernels._attention, "*fp16 *fp16 *fp16 *i1 *fp32 *fp8e4nv i32 i32 i32 fp32", 4, 2,
+            D=128, QUERIES=16, KEYS=128, MASKED=True, QUANTIZED=True, **flags,
+        )  # fmt: skip
+
+
 def test_close_to_fp32(clip_l: Encoder, engine: TorchFp8Engine) -> None:
     embeds = clip_l.embeds(16)
     with torch.no_grad():
@@ -164,10 +226,11 @@ def test_each_block_is_its_emulation(
         spec, weights = one_block(encoder, index)
         engine = TorchFp8Engine(spec, weights, CUDA, triton=triton)
         state = engine.encode(hidden[index])[0][1]
+        assert (engine._kernels is not None) == triton
         engine.close()
         similarity = cosine(state, hidden[index + 1])
         assert similarity.mean() > 0.9995, (index, similarity.mean())
-        assert similarity.min() > 0.998, (index, similarity.min())
+        assert similarity.min() > 0.997, (index, similarity.min())
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +304,7 @@ def test_masks_hide_keys(clip_l: Encoder, engine: TorchFp8Engine, batch: int) ->
     mask[:, 30:] = False
     expected = engine.encode(embeds, mask)[1]
     changed = embeds.clone()
-    changed[:, 30:40] += 1
+    changed[:, 30:40] += 1  # hidden keys: only their own rows may change
     got = engine.encode(changed, mask)[1]
     assert torch.equal(got[:, :30], expected[:, :30])
     assert torch.equal(got[:, 40:], expected[:, 40:])
@@ -271,11 +334,14 @@ def test_every_engine_and_process_gives_the_same_bits(
     assert digest(again.encode(embeds)) == expected
     again.close()
     script = (
-        "import sys; sys.path[:0] = [r'{tests}', r'{gpu}']; import conftest, test_torch_fp8_gpu as t; "
+        "import sys; sys.path[:0] = [r'{tests}', r'{gpu}'];"
+        "import conftest, test_torch_fp8_gpu as t;"
         "e = t.Encoder(); x = t.random_embeds(t.CLIP_L, 2).to(t.CUDA); "
         "print(t.digest(e.engine().encode(x)))"
     ).format(tests=ROOT / "tests", gpu=ROOT / "tests" / "gpu")
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=ROOT
+    )
     assert run.stdout.strip() == expected, run.stderr[-2000:]
 
 
@@ -395,14 +461,15 @@ def test_live_weights_are_served_in_100_ms(clip_l: Encoder) -> None:
 # Bounded
 
 
-def test_the_graph_store_is_bounded(clip_l: Encoder) -> None:
-    engine, eager = clip_l.engine(max_graphs=2), clip_l.engine(graphs=False)
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_graph_store_is_bounded(clip_l: Encoder, limit: int) -> None:
+    engine, eager = clip_l.engine(max_graphs=limit), clip_l.engine(graphs=False)
     held = []
     for tokens in (10, 20, 30, 10, 40, 30, 77):
         embeds = random_embeds(CLIP_L, 1)[:, :tokens].to(CUDA)
         assert equal(engine.encode(embeds), eager.encode(embeds))
         held.append(engine.bytes)
-        assert len(engine._captured) <= 2
+        assert len(engine._captured) <= limit
     assert max(held) - min(held) < 64 << 20
     engine.close()
     eager.close()
@@ -416,9 +483,9 @@ def test_out_of_memory_while_capturing(
     expected = eager.encode(embeds)
     run = TorchFp8Engine._run
 
-    def fails(self, *args, capturing: bool = False, **options) -> Tensor:
-        states = run(self, *args, capturing=capturing, **options)
-        if capturing and args[1].shape[1] == 77:
+    def fails(self, *args, **options) -> Tensor:
+        states = run(self, *args, **options)
+        if torch.cuda.is_current_stream_capturing() and args[1].shape[1] == 77:
             torch.empty(1 << 50, dtype=torch.uint8, device=CUDA)  # a real one, in mid-capture
         return states
 
@@ -565,7 +632,11 @@ def test_ready_with_a_cold_triton_cache(tmp_path: Path) -> None:
     ).format(tests=ROOT / "tests", gpu=ROOT / "tests" / "gpu")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment
+        [sys.executable, "-P", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert float(run.stdout.strip()) < 10

@@ -395,8 +395,10 @@ def test_a_call_never_mixes_two_sets_of_weights(world: World) -> None:
         with ThreadPoolExecutor(3) as pool:
             swapping = pool.submit(swap)
             calls = [pool.submit(encoded, session, embeds) for _ in range(15)]
-            found = [call.result() for call in calls]
-            done.set()
+            try:
+                found = [call.result() for call in calls]
+            finally:
+                done.set()
             swapping.result()
     assert all(same(f, expected[0]) or same(f, expected[1]) for f in found)
 
@@ -703,11 +705,13 @@ def test_close_waits_for_running_calls(world: World, monkeypatch: pytest.MonkeyP
         call = pool.submit(encoded, session, prompts(1))
         assert running.wait(10)
         closing = pool.submit(session.close)
-        with pytest.raises(EngineUnavailable, match="was closed"):
-            while True:  # until close has begun
-                session.swap_weights(weights)
-        assert not closing.done() and world.count("context") == 1
-        go_on.set()
+        try:
+            with pytest.raises(EngineUnavailable, match="was closed"):
+                while True:  # until close has begun
+                    session.swap_weights(weights)
+            assert not closing.done() and world.count("context") == 1
+        finally:
+            go_on.set()
         assert same(call.result(), model_of().states(prompts(1)))
         closing.result()
     clean(world)

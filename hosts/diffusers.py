@@ -1,0 +1,532 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Serve the CLIP text encoders of a diffusers pipeline, or one transformers model, on engines.
+
+The seam is the instance's `forward`, in the slot that offload hooks call last; module tree, state
+dict, config and hooks stay as they are. An engine answers the calls it was built for, under the
+weights that the model has at that moment; the model's own PyTorch answers all others, as before.
+diffusers is never imported: a pipeline is whatever has `components`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
+from ..choose import REQUESTS, Packages
+from ..compile import Report, silent
+from ..device import Device
+from ..encoders.clip import PROJECTION, TOKENS
+from ..engine_cache import EngineCache
+from ..errors import OctavoBug, OctavoError
+from ..recipes import Floor, load_recipe
+from .clip_tower import (
+    VOCABULARY,
+    Tower,
+    core_of,
+    forward_slot,
+    has_own_forward,
+    is_managed,
+    park,
+    tower_of,
+    unpark,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Rows = tuple[tuple[int, ...], ...]
+
+__all__ = ["accelerate", "accelerating", "report", "restore"]
+
+
+def facts(device: torch.device) -> tuple[Device | None, Packages | None]:
+    """What to assume of `device` instead of looking. Tests replace it to serve on a CPU."""
+    return None, None
+
+
+def accelerate(
+    pipe: T,
+    *,
+    components: str | Sequence[str] | None = None,
+    recipe: str = "fp8",
+    engine: str = "auto",
+    calibration_prompts: Sequence[str] | None = None,
+    floor: Floor | None = None,
+    cache: EngineCache | str | os.PathLike[str] | None = None,
+    background: bool = False,
+    progress: Report | None = None,
+) -> T:
+    """Serve the text encoders of `pipe` on engines, in place; returns `pipe`.
+
+    `pipe`: a diffusers pipeline, or one CLIPTextModel or CLIPTextModelWithProjection.
+    `components`: names such as "text_encoder_2"; by default all that can be served, while others
+    keep PyTorch with one log line each. `calibration_prompts` widen the input ranges found with
+    Octavo's own prompts. The other options are those of `AcceleratedEncoder`. The first prompt
+    chooses the engine and builds or loads it, on the device it runs on. A second call changes the
+    options; an encoder that pipelines share has one engine and the options given last.
+
+    Raises OctavoError for a pipeline without text encoders, for a named component that cannot be
+    served, and for an unknown recipe or engine.
+    """
+    load_recipe(recipe)
+    if engine not in REQUESTS:
+        raise OctavoError(f"engine '{engine}' does not exist; choose one of {', '.join(REQUESTS)}.")
+    if cache is not None and not isinstance(cache, EngineCache):
+        cache = EngineCache(Path(cache))
+    found = _text_encoders(pipe)
+    named = [components] if isinstance(components, str) else components
+    if isinstance(pipe, nn.Module):
+        named = list(found)
+    for name in found if named is None else named:
+        module = found.get(name)
+        if module is None:
+            if named is None:
+                continue  # loaded without it: its embeddings come from elsewhere
+            there = ", ".join(n for n, m in found.items() if m is not None) or "none"
+            raise OctavoError(f"the pipeline has no text encoder '{name}' loaded; it has {there}.")
+        refusal = _refusal(module)
+        if refusal is None:
+            tokens = _tokens(pipe, name, module, calibration_prompts)
+            options = _Options(recipe, engine, tokens, floor, cache, background, progress or silent)
+            _attach(name, module, options).owners.add(pipe)
+        elif named is None:
+            log.warning("%s: PyTorch keeps serving it: %s", name, refusal)
+        else:
+            raise OctavoError(f"{name} cannot be accelerated: {refusal}; leave it to PyTorch.")
+    return pipe
+
+
+def restore(pipe: T) -> T:
+    """Undo `accelerate`: PyTorch serves, every weight is back where it was; returns `pipe`.
+
+    An encoder that another accelerated pipeline shares stays accelerated. Otherwise a no-op.
+    """
+    for module in _text_encoders(pipe).values():
+        served = None if module is None else _served(module)
+        if module is not None and served is not None:
+            served.owners.discard(pipe)
+            if not served.owners:
+                _detach(module, served)
+    return pipe
+
+
+@contextmanager
+def accelerating(pipe: T, **options: Any) -> Iterator[T]:
+    """`accelerate(pipe, **options)` for the length of a `with` block.
+
+    What was accelerated before stays so afterwards, with the new options.
+    """
+    served = [_served(m) for m in _text_encoders(pipe).values() if m is not None]
+    before = any(s is not None and pipe in s.owners for s in served)
+    try:
+        yield accelerate(pipe, **options)
+    finally:
+        if not before:
+            restore(pipe)
+
+
+def report(pipe: Any) -> dict[str, EncoderReport]:
+    """How each text encoder is served now, and why not better; `.text()` of each is for people."""
+    reports = {}
+    for name, module in _text_encoders(pipe).items():
+        if module is None:
+            continue
+        served = _served(module)
+        if served is not None:
+            reports[name] = replace(served.report(_inner(module)), name=name)
+            continue
+        reason = _refusal(module) or "it is not accelerated; call octavo.accelerate(pipe)"
+        refusal = Refusal("any engine", "any recipe", reason)
+        reports[name] = EncoderReport(name, _family(module), "host", refusals=(refusal,))
+    return reports
+
+
+# Finding encoders
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The model inside torch.compile's wrapper."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def _family(module: nn.Module) -> str:
+    tower = tower_of(module)
+    return tower.spec.family if isinstance(tower, Tower) else type(_inner(module)).__name__
+
+
+def _text_encoders(pipe: Any) -> dict[str, nn.Module | None]:
+    """Component name -> text encoder, or None for one that is not loaded."""
+    kind = type(pipe).__name__
+    if isinstance(pipe, nn.Module):
+        return {type(_inner(pipe)).__name__: pipe}
+    parts = getattr(pipe, "components", None)
+    if not isinstance(parts, Mapping):
+        raise OctavoError(
+            f"a {kind} cannot be accelerated; give a diffusers pipeline or a transformers model."
+        )
+    found = {
+        name: part
+        for name, part in parts.items()
+        if name.startswith("text_encoder") and (part is None or isinstance(part, nn.Module))
+    }
+    if not found:
+        raise OctavoError(f"a {kind} has no text encoder; its components are {', '.join(parts)}.")
+    return found
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Why `module` cannot be accelerated, or None."""
+    if _served(module) is not None:
+        return None
+    found = tower_of(module)
+    if isinstance(found, str):
+        return found
+    return None if has_own_forward(module) else "its forward is replaced by another library"
+
+
+def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str] | None) -> Rows:
+    """The user's prompts as rows of token ids, by the pipeline's own tokenizer."""
+    if not prompts:
+        return ()
+    tokenizer = getattr(pipe, name.replace("text_encoder", "tokenizer"), None)
+    if tokenizer is None:
+        raise OctavoError(
+            f"calibration_prompts need a tokenizer and {name} has none; give the whole pipeline."
+        )
+    length = core_of(_inner(module)).embeddings.position_embedding.weight.shape[0]
+    rows = tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)
+    # Tokens of textual inversion may be gone tomorrow: the end token stands for them.
+    return tuple(tuple(min(int(i), VOCABULARY - 1) for i in row) for row in rows.input_ids)
+
+
+# Attaching
+
+
+@dataclass(frozen=True)
+class _Options:
+    recipe: str
+    engine: str
+    tokens: Rows
+    floor: Floor | None
+    cache: EngineCache | None
+    background: bool
+    progress: Report
+
+
+class _Forward:
+    """Lies where the model's `forward` was. Knows the model weakly: neither keeps the other alive.
+
+    `__slots__`, because accelerate and diffusers copy the `__dict__` of what they wrap. A copy or a
+    pickle of the model gets the forward of its class: only this very model is accelerated.
+    """
+
+    __slots__ = ("__weakref__", "_model", "_served")
+
+    def __init__(self, model: nn.Module, served: _Served) -> None:
+        self._model, self._served = weakref.ref(model), served
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function, model = self._plain()
+        if self._served.off or torch.compiler.is_compiling():
+            return function(model, *args, **kwargs)
+        return self._served(model, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        function, model = self._plain()
+        return inspect.signature(partial(function, model))
+
+    def _plain(self) -> tuple[Any, nn.Module]:
+        model = self._model()
+        if model is None:
+            raise OctavoBug("a text encoder is used after it was freed")
+        return type(model).forward, model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        function, model = self._plain()
+        return partial(function, memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return partial, self._plain()
+
+
+# What is accelerated. Beside the model, not in it: nothing of ours may show among its attributes.
+_registry: weakref.WeakKeyDictionary[nn.Module, _Served] = weakref.WeakKeyDictionary()
+
+
+def _served(module: nn.Module) -> _Served | None:
+    return _registry.get(_inner(module))
+
+
+def _attach(name: str, module: nn.Module, options: _Options) -> _Served:
+    module = _inner(module)
+    served = _registry.get(module)
+    if served is None:
+        served = _registry[module] = _Served(name, options)
+        slots, key = forward_slot(module)
+        slots[key] = _Forward(module, served)
+        served.finalizer = weakref.finalize(module, served.close)
+        served.finalizer.atexit = False
+    elif served.options != options:
+        served.close()
+        served.options = options
+    return served
+
+
+def _detach(module: nn.Module, served: _Served) -> None:
+    module = _inner(module)
+    slots, key = forward_slot(module)
+    if isinstance(slots.get(key), _Forward):
+        if slots is module.__dict__ and key == "forward":
+            del slots[key]
+        else:
+            slots[key] = type(module).forward.__get__(module)
+    served.off = True  # another library may have wrapped our forward and call it for ever
+    served.finalizer.detach()
+    served.close()
+    del _registry[module]
+    unpark(module)
+
+
+# Serving
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that an engine can answer: `ids` [B, S], `mask` [B, S] bool or None."""
+
+    ids: Tensor
+    mask: Tensor | None
+    hidden: bool
+    as_tuple: bool
+
+
+def _parse(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | str:
+    """The call, or why PyTorch must answer it."""
+    given = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False))
+    if len(args) > 3 or given.keys() & kwargs.keys():
+        return "the call has unusual arguments"
+    given |= kwargs
+    ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+    hidden, as_dict = given.pop("output_hidden_states", None), given.pop("return_dict", None)
+    if given.pop("position_ids", None) is not None or given.pop("output_attentions", None):
+        return "the call asks for attentions or brings positions"
+    if given:
+        return f"the call has the argument '{next(iter(given))}'"
+    if type(ids) is not Tensor or ids.dim() != 2 or ids.is_floating_point():
+        return "the call has no plain [batch, tokens] ids"
+    if not isinstance(hidden, bool | None) or not isinstance(as_dict, bool | None):
+        return "the call selects single hidden states"
+    if (
+        getattr(config, "output_attentions", False)
+        or (hidden is None and getattr(config, "output_hidden_states", False))
+        or not getattr(config, "return_dict", True)
+        or getattr(config, "torchscript", False)
+    ):
+        return "the model's config changes what it returns"
+    if mask is not None:
+        if type(mask) is not Tensor or mask.shape != ids.shape or mask.is_floating_point():
+            return "the attention mask is not [batch, tokens] of integers"
+        if bool(((mask != 0) & (mask != 1)).any()):  # transformers' versions differ there
+            return "the attention mask has other values than 0 and 1"
+        mask = None if bool(mask.all()) else mask.bool()
+    return _Call(ids, mask, bool(hidden), as_dict is False)
+
+
+class _Host:
+    """The live model as AcceleratedEncoder wants its host; `tower` as found at the last call."""
+
+    def __init__(self, name: str, tower: Tower, device: torch.device) -> None:
+        self.name, self.tower, self.device = name, tower, device
+        self.spec, self.projection_shape = tower.spec, tower.projection_shape
+        self.content = tower.content()
+        self.changed = False  # other weights lie in the model than the engine was made from ...
+        self.was_asked = False  # ... and an engine is to be made anew
+
+    def read(self, name: str) -> Tensor:
+        if self.changed and name not in (TOKENS, PROJECTION):
+            self.was_asked = True
+            raise OctavoError(f"{self.name}: its weights have changed since they were read first.")
+        return self.tower.read(name)
+
+    def encode(self, embeds: Tensor, mask: Tensor | None) -> tuple[Hidden, Tensor]:
+        raise OctavoBug("the model's own forward answers what no engine does")
+
+    def suits(self, tower: Tower, device: torch.device) -> bool:
+        """Whether an engine made for this host is one for `tower` on `device`."""
+        now, then = ((t.spec, t.projection_shape, t.dtype) for t in (tower, self.tower))
+        return now == then and device == self.device
+
+
+class _Served:
+    """One model with its engine. Thread-safe; PyTorch's answers run outside the lock."""
+
+    def __init__(self, name: str, options: _Options) -> None:
+        self.name, self.options = name, options
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.finalizer: Any = None
+        self.off = False
+        self.count = 0  # requests that an engine answered
+        self.reasons: Counter[str] = Counter()  # why PyTorch answered the others
+        self._lock = threading.RLock()
+        self._in_pytorch = 0
+        self._tower: Tower | None = None
+        self._host: _Host | None = None
+        self._encoder: AcceleratedEncoder | None = None
+        self._settled = False  # the engine is chosen for good
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grad = torch.is_grad_enabled()
+        with self._lock:
+            # Never in inference mode: what is made now must stay writable outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                answer = self._answer(model, args, kwargs, grad)
+            if not isinstance(answer, str):
+                self.count += 1
+                return answer
+            if answer and not self.reasons[answer]:
+                log.warning("%s: PyTorch answers: %s", self.name, answer)
+            self.reasons[answer] += 1
+            self._in_pytorch += 1
+        try:
+            return type(model).forward(model, *args, **kwargs)
+        finally:
+            with self._lock:
+                self._in_pytorch -= 1
+
+    def _answer(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
+        """An engine's answer as the model's class gives it, or why PyTorch must; "" is reported."""
+        call = _parse(model.config, args, kwargs)
+        tower = self._current(model)
+        if isinstance(call, str) or isinstance(tower, str):
+            return call if isinstance(call, str) else tower
+        if model.training:
+            return "the model is in training mode"
+        if grad and tower.is_trained():
+            return "gradients are on; call it under torch.no_grad()"
+        if (reason := tower.adapter_refusal()) is not None:
+            return reason
+        if tower.adapters:
+            unpark(model)  # PEFT fuses where the weights are
+        embeds = core_of(model).embeddings.token_embedding(call.ids)  # [B, S, C]
+        device = embeds.device
+        if embeds.dtype != tower.dtype or torch.is_autocast_enabled(device.type):
+            return "autocast is on, or the token embeddings are of another dtype"
+        states = self._states(tower, embeds, call.mask)
+        if states is None:
+            return ""
+        movable = not (tower.adapters or self._in_pytorch)
+        if device.type == "cuda" and movable and tower.lies_on(device) and not is_managed(model):
+            park(model, device)
+        return _output(model, tower, call, *states, dtype=embeds.dtype)
+
+    def _current(self, model: Any) -> Tower | str:
+        if self._tower is None or not self._tower.is_current():
+            self._tower = None  # of which the old weights are freed first
+            found = tower_of(model)
+            if isinstance(found, str):
+                return found
+            self._tower = found
+        return self._tower
+
+    def _states(
+        self, tower: Tower, embeds: Tensor, mask: Tensor | None
+    ) -> tuple[Hidden, Tensor] | None:
+        """(hidden states, final state) from an engine, or None where PyTorch must answer."""
+        host, encoder = self._host, self._encoder
+        if host is None or encoder is None or not host.suits(tower, embeds.device):
+            if encoder is not None and embeds.device.type == "cpu":
+                encoder.rest()  # the user took the model off the GPU
+                return None
+            self.close()
+            self._host = host = _Host(self.name, tower, embeds.device)
+            self._encoder = encoder = self._made(host)
+        if self._settled and encoder.report().engine == "host":
+            return None
+        host.tower = tower
+        identity = tower.identity()
+        host.changed = identity[0] != host.content
+        patched = None if identity == (host.content,) else Patched(identity, tower.effective)
+        states = encoder.attempt(embeds, mask, patched)
+        self._settled = not self.options.background
+        if states is None and host.was_asked:
+            self.close()  # the next request starts from the weights that are there now
+        return states
+
+    def _made(self, host: _Host) -> AcceleratedEncoder:
+        options, (device, packages) = self.options, facts(host.device)
+        return AcceleratedEncoder(
+            host,
+            recipe=options.recipe,
+            engine=options.engine,
+            floor=options.floor,
+            cache=options.cache,
+            background=options.background,
+            report=options.progress,
+            calibration=options.tokens,
+            device=device,
+            packages=packages,
+        )
+
+    def report(self, model: nn.Module) -> EncoderReport:
+        with self._lock:
+            recipe = self.options.recipe
+            if self._encoder is None:
+                first = Refusal("any engine", recipe, "the first prompt chooses the engine")
+                known = EncoderReport(self.name, _family(model), "host", refusals=(first,))
+            else:
+                known = self._encoder.report()
+            counted = tuple(
+                Refusal("any engine", recipe, f"{reason} ({count} requests)")
+                for reason, count in self.reasons.items()
+                if reason
+            )
+            return replace(known, refusals=known.refusals + counted)
+
+    def close(self) -> None:
+        """Free the engine; the next request makes a new one."""
+        with self._lock:
+            encoder, self._encoder, self._host, self._settled = self._encoder, None, None, False
+            if encoder is not None:
+                encoder.close()
+
+
+def _output(
+    model: Any, tower: Tower, call: _Call, hidden: Hidden, last: Tensor, *, dtype: torch.dtype
+) -> Any:
+    """What the model's class returns, in its own dtype."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+    from transformers.models.clip.modeling_clip import CLIPTextModelOutput
+
+    last = last.to(dtype)
+    # As transformers pools: configs with end token 2 are older than its fix, which means argmax.
+    ids = call.ids.to(torch.int)
+    ends = (ids if tower.eos_token == 2 else (ids == tower.eos_token).int()).argmax(dim=-1)  # [B]
+    pooled = last[torch.arange(len(ids), device=last.device), ends.to(last.device)]  # [B, C]
+    states = tuple(h.to(dtype) for h in hidden) if call.hidden else None
+    output: Any
+    if tower.projection_shape is None:
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=last, pooler_output=pooled, hidden_states=states
+        )
+    else:
+        output = CLIPTextModelOutput(
+            text_embeds=model.text_projection(pooled), last_hidden_state=last, hidden_states=states
+        )
+    return output.to_tuple() if call.as_tuple else output

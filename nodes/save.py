@@ -1,0 +1,43 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""The node 'Save FP8 Text Encoder'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from .text_encoder import CATEGORY
+
+
+class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="OctavoSaveTextEncoder",
+            display_name="Save FP8 Text Encoder",
+            category=CATEGORY,
+            description=(
+                "Writes the FP8 checkpoint of each accelerated text encoder, LoRA and merges "
+                "included, into the text_encoders models folder. Plain ComfyUI loads them too."
+            ),
+            search_aliases=["octavo", "save clip fp8", "export text encoder", "quantize clip"],
+            inputs=[
+                io.Clip.Input("clip", tooltip="From 'FP8 Text Encoder', with or without LoRA."),
+                io.String.Input(
+                    "name",
+                    default="text_encoder",
+                    tooltip="Start of the file names; the encoder's name and _fp8 are added.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="files", tooltip="The names of the new files.")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, name: str) -> io.NodeOutput:
+        from ..hosts.comfy import save
+
+        text = "\n".join(path.name for path in save(clip, name))
+        return io.NodeOutput(text, ui=ui.PreviewText(text))

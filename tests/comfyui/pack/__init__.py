@@ -1,0 +1,191 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes for the tests alone: tiny CLIPs, LoRA, and conditioning written to files.
+
+Loaded by ComfyUI as a custom node beside Octavo. `simulate` makes Octavo serve on the CPU with the
+simulated FP8 engine, which no user can switch on: it replaces `hosts.comfy.facts`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import comfy.sd
+import folder_paths
+import torch
+from safetensors.torch import save_file
+
+from . import families
+
+# Octavo's own ranges and the simulated FP8 judge: the same path in seconds instead of minutes.
+for heavy in ("modelopt", "onnxruntime"):
+    sys.modules[heavy] = None  # type: ignore[assignment]
+
+
+def octavo(name: str) -> ModuleType:
+    """A module of the Octavo that this ComfyUI loaded as a node pack."""
+    for found, module in list(sys.modules.items()):
+        if os.sep in found and hasattr(module, "comfy_entrypoint") and "octavo" in found:
+            return importlib.import_module(f"{found}.{name}")
+    raise RuntimeError("Octavo is not loaded as a custom node here")
+
+
+def simulate(on: bool) -> None:
+    from_pack = {n: octavo(n) for n in ("hosts.comfy", "device", "choose", "trt")}
+    missing = from_pack["trt"].Missing("not in this test", "nothing")
+    packages = from_pack["choose"].Packages(missing, missing, True)
+    fake = from_pack["device"].Device("cuda", 0, "simulated", 89)
+    from_pack["hosts.comfy"].facts = lambda _: (fake, packages) if on else (None, None)
+
+
+class _Node:
+    CATEGORY = "octavo test"
+    FUNCTION = "run"
+    OUTPUT_NODE = False
+
+
+class Clip(_Node):
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        required = {
+            "family": ("STRING", {}),
+            "seed": ("INT", {"default": 0}),
+            "simulate": ("BOOLEAN", {"default": True}),
+        }
+        return {"required": required}
+
+    def run(self, family: str, seed: int, simulate: bool) -> tuple[Any]:
+        globals()["simulate"](simulate)
+        folder = folder_paths.get_folder_paths("embeddings")[0]
+        return (families.tiny_clip(family, seed, folder),)
+
+
+class Lora(_Node):
+    """What LoraLoader does, without a diffusion model."""
+
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        required = {
+            "clip": ("CLIP",),
+            "seed": ("INT", {}),
+            "strength": ("FLOAT", {"default": 1.0, "min": -10, "max": 10}),
+            "bypass": ("BOOLEAN", {"default": False}),
+        }
+        return {"required": required}
+
+    def run(self, clip: Any, seed: int, strength: float, bypass: bool) -> tuple[Any]:
+        load = comfy.sd.load_bypass_lora_for_models if bypass else comfy.sd.load_lora_for_models
+        return (load(None, clip, families.tiny_lora(clip, seed), 0.0, strength)[1],)
+
+
+class LoraFile(_Node):
+    RETURN_TYPES = ("STRING",)
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"clip": ("CLIP",), "seed": ("INT", {}), "name": ("STRING", {})}}
+
+    def run(self, clip: Any, seed: int, name: str) -> tuple[str]:
+        lora = {k: v.contiguous() for k, v in families.tiny_lora(clip, seed).items()}
+        save_file(lora, os.path.join(folder_paths.get_folder_paths("loras")[0], name))
+        return (name,)
+
+
+class Encode(_Node):
+    """Encodings that no core node asks for: unprojected pooled, and third-party direct calls."""
+
+    RETURN_TYPES = ("CONDITIONING",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        how = ["unprojected", "direct", "loaded"]
+        return {"required": {"clip": ("CLIP",), "text": ("STRING", {}), "how": (how,)}}
+
+    def run(self, clip: Any, text: str, how: str) -> tuple[Any]:
+        tokens = clip.tokenize(text)
+        if how == "unprojected":
+            return (clip.encode_from_tokens_scheduled(tokens, unprojected=True),)
+        clip.load_model()
+        if how == "direct":  # what weighting packs do
+            name = next(
+                n for n in ("clip_g", "clip_l", "clip_h") if hasattr(clip.cond_stage_model, n)
+            )
+            cond, pooled = getattr(clip.cond_stage_model, name).encode_token_weights(
+                tokens[name[-1]]
+            )
+        else:
+            cond, pooled = clip.encode_from_tokens(tokens, return_pooled=True)
+        return ([[cond, {"pooled_output": pooled}]],)
+
+
+class Keep(_Node):
+    """Write conditioning to output/<name>.safetensors."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"conditioning": ("CONDITIONING",), "name": ("STRING", {})}}
+
+    def run(self, conditioning: Any, name: str) -> dict[str, Any]:
+        tensors, facts = {}, []
+        for i, (cond, extra) in enumerate(conditioning):
+            tensors[f"{i}.cond"] = cond.clone().contiguous()
+            for key, value in extra.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{i}.{key}"] = value.clone().contiguous()
+            facts.append({k: v for k, v in extra.items() if isinstance(v, int | float | str)})
+        folder = folder_paths.get_output_directory()
+        save_file(
+            tensors, os.path.join(folder, f"{name}.safetensors"), {"facts": json.dumps(facts)}
+        )
+        return {"ui": {"text": [name]}}
+
+
+class State(_Node):
+    """How Octavo served the last calls of a CLIP, as JSON. `after` only orders the graph."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        required = {"clip": ("CLIP",), "after": ("CONDITIONING",)}
+        return {"required": required}
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:  # noqa: N802
+        return float("nan")
+
+    def run(self, clip: Any, after: Any) -> dict[str, Any]:
+        service = octavo("hosts.comfy").service_of(clip)
+        found: dict[str, Any] = {"lines": [], "served": {}}
+        if service is not None:
+            found["lines"] = service.lines()
+            for name, served in service.served.items():
+                report = served.report()
+                found["served"][name] = {"engine": report.engine, "why_host": served.why_host}
+            found["keys"] = len(clip.patcher.model.state_dict())
+            found["bytes"] = service.vram_bytes
+        return {"ui": {"text": [json.dumps(found)]}}
+
+
+NODE_CLASS_MAPPINGS = {
+    "OctavoTestClip": Clip,
+    "OctavoTestLora": Lora,
+    "OctavoTestLoraFile": LoraFile,
+    "OctavoTestEncode": Encode,
+    "OctavoTestKeep": Keep,
+    "OctavoTestState": State,
+}

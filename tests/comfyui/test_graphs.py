@@ -1,0 +1,414 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""Real graphs through a real server: what the FP8 node gives against the graph without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comfy_server import Graph, Ref
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from comfy_server import Server
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(900)]
+
+FLOOR = 0.985  # cosine per row; the tiny random encoders reach 0.99 and more, a wrong layer 0.5
+PROMPTS = {
+    "plain": "a photo of a cat",
+    "empty": "",
+    "weights": "a (red:1.3) cat, (dog:0.0), (bird:-1), ((fish)), \\(escaped\\)",
+    "long": "a castle on a hill, " * 24,
+    "long and weighted": "(a castle:1.2) on a hill, " * 24,
+    "textual inversion": "a cat, embedding:tiny, (embedding:tiny:1.3)",
+    "wrong width": "a cat, embedding:other",
+    "other writing": "ein schönes Bild, 一只猫 🐈",
+}
+
+
+def cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = a.double().reshape(-1, a.shape[-1]), b.double().reshape(-1, b.shape[-1])
+    zero = (a.abs().sum(-1) == 0) & (b.abs().sum(-1) == 0)
+    return torch.where(zero, 1.0, F.cosine_similarity(a, b, dim=-1))
+
+
+def assert_alike(server: Server, plain: str, ours: str, *, exact: bool = False) -> None:
+    """Every tensor of two kept conditionings is equal, or close by the cosine of its rows."""
+    a, b = server.kept(plain), server.kept(ours)
+    assert a.keys() == b.keys()
+    assert server.facts(plain) == server.facts(ours)
+    changed = False
+    for name in a:
+        assert a[name].shape == b[name].shape and a[name].dtype == b[name].dtype, name
+        if exact or a[name].dtype != torch.float32:
+            assert torch.equal(a[name], b[name]), name
+        else:
+            low = float(cosines(a[name], b[name]).min())
+            assert low > FLOOR, f"{ours} {name}: {low}"
+        changed |= not torch.equal(a[name], b[name])
+    assert exact or changed, f"{ours}: the engine did not serve"
+
+
+def both(graph: Graph, clip: Ref, name: str, make: Any, **settings: Any) -> Ref:
+    """Keep `make(clip)` without and with Octavo as "<name>-plain" and "<name>-ours"."""
+    graph.keep(make(clip), f"{name}-plain")
+    ours = graph.octavo(clip, **settings)
+    conditioning = make(ours)
+    graph.keep(conditioning, f"{name}-ours")
+    return conditioning
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _embeddings(server: Server) -> None:
+    folder = server.base / "models" / "embeddings"
+    random = torch.Generator().manual_seed(5)
+    both = {
+        "clip_l": torch.randn(3, 128, generator=random) * 0.3,
+        "clip_g": torch.randn(3, 192, generator=random) * 0.3,
+    }
+    save_file(both, folder / "tiny.safetensors")
+    save_file({"emb_params": torch.randn(2, 96, generator=random)}, folder / "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    "family", ["sd1", "sd2", "sdxl", "refiner", "cascade", "sd3", "sd3_no_t5", "flux"]
+)
+def test_families(server: Server, family: str) -> None:
+    graph = Graph()
+    clip = graph.clip(family)
+    for name, text in PROMPTS.items():
+        both(graph, clip, f"{family}-{name}", lambda c, text=text: graph.encode(c, text))
+    for name, how in (("unprojected", "unprojected"), ("without a dict", "loaded")):
+        both(
+            graph, clip, f"{family}-{name}",
+            lambda c, how=how: graph.add("OctavoTestEncode", clip=c, text="a cat", how=how),
+        )  # fmt: skip
+    both(
+        graph, clip, f"{family}-zeroed",
+        lambda c: graph.add("ConditioningZeroOut", conditioning=graph.encode(c, "a cat")),
+    )  # fmt: skip
+    ours = graph.octavo(clip)
+    state = server.state(ours, graph.encode(ours, "the last one"), graph)
+    for encoder, served in state["served"].items():
+        assert served == {"engine": "torch_fp8", "why_host": ""}, encoder
+    for name in [*PROMPTS, "unprojected", "without a dict"]:
+        assert_alike(server, f"{family}-{name}-plain", f"{family}-{name}-ours")
+    assert_alike(server, f"{family}-zeroed-plain", f"{family}-zeroed-ours", exact=True)
+
+
+@pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl", "sd3_no_t5"])
+@pytest.mark.parametrize("skip", [-1, -2, -12, -13, -24])
+def test_clip_skip(server: Server, family: str, skip: int) -> None:
+    graph = Graph()
+    clip = graph.clip(family)
+
+    def make(c: Ref) -> Ref:
+        last = graph.add("CLIPSetLastLayer", clip=c, stop_at_clip_layer=skip)
+        return graph.encode(last, "a (red:1.2) cat")
+
+    name = f"skip-{family}-{-skip}"
+    both(graph, clip, name, make)
+    before = graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=skip)
+    graph.keep(graph.encode(graph.octavo(before), "a (red:1.2) cat"), f"{name}-before")
+    server.run(graph)
+    assert_alike(server, f"{name}-plain", f"{name}-ours")
+    assert_alike(server, f"{name}-before", f"{name}-ours", exact=True)
+
+
+def test_clip_skip_is_not_ignored(server: Server) -> None:
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sd1"))
+    for skip in (-1, -2):
+        last = graph.add("CLIPSetLastLayer", clip=ours, stop_at_clip_layer=skip)
+        graph.keep(graph.encode(last, "a cat"), f"skipped{skip}")
+    server.run(graph)
+    a, b = server.kept("skipped-1")["0.cond"], server.kept("skipped-2")["0.cond"]
+    assert float(cosines(a, b).min()) < FLOOR
+
+
+def test_encoders_of_one_node_for_each_field(server: Server) -> None:
+    """SDXL's, SD3's, FLUX's and the refiner's encode nodes, with other texts per encoder."""
+    graph = Graph()
+    sizes = {
+        "width": 1024, "height": 1024, "crop_w": 0, "crop_h": 0,
+        "target_width": 1024, "target_height": 1024,
+    }  # fmt: skip
+    long = "a castle, " * 40
+    makers = {
+        "sdxl": lambda c: graph.add(
+            "CLIPTextEncodeSDXL", clip=c, text_g="a cat", text_l=long, **sizes
+        ),
+        "refiner": lambda c: graph.add(
+            "CLIPTextEncodeSDXLRefiner", clip=c, text="a cat", ascore=6.0, width=1024, height=1024
+        ),
+        "sd3": lambda c: graph.add(
+            "CLIPTextEncodeSD3", clip=c, clip_l="a cat", clip_g=long, t5xxl="a dog",
+            empty_padding="none",
+        ),
+        "flux": lambda c: graph.add(
+            "CLIPTextEncodeFlux", clip=c, clip_l="a cat", t5xxl="a dog", guidance=3.5
+        ),
+    }  # fmt: skip
+    for family, make in makers.items():
+        both(graph, graph.clip(family), f"own-{family}", make)
+    server.run(graph)
+    for family in makers:
+        assert_alike(server, f"own-{family}-plain", f"own-{family}-ours")
+
+
+def test_weights_are_linear_in_the_answer(server: Server) -> None:
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sd1"))
+    for name, text in (("0", "(cat:0.0)"), ("1", "cat"), ("1.3", "(cat:1.3)"), ("e", "")):
+        graph.keep(graph.encode(ours, text), f"linear-{name}")
+    server.run(graph)
+    zero, one, more, empty = (server.kept(f"linear-{n}")["0.cond"] for n in ("0", "1", "1.3", "e"))
+    cat = 1  # the position of the only weighted token
+    assert torch.allclose(zero[0, cat], empty[0, cat], atol=1e-6)
+    assert torch.allclose(more[0, cat], empty[0, cat] + 1.3 * (one - empty)[0, cat], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_lora_in_any_order(server: Server, family: str) -> None:
+    """A, B, A, none; before and after our node; two at once; strength 0; other branches between."""
+    text = "a photo of a (cat:1.1)"
+    graph = Graph()
+    base = graph.clip(family)
+    ours = graph.octavo(base)
+    steps: dict[str, tuple[Ref, Ref]] = {
+        "none": (base, ours),
+        "a": (graph.lora(base, 1), graph.lora(ours, 1)),
+        "b": (graph.lora(base, 2, -0.7), graph.lora(ours, 2, -0.7)),
+        "zero": (graph.lora(base, 1, 0.0), graph.lora(ours, 1, 0.0)),
+        "a before": (graph.lora(base, 1), graph.octavo(graph.lora(base, 1))),
+        "a and b": (
+            graph.lora(graph.lora(base, 1), 2, -0.7),
+            graph.lora(graph.octavo(graph.lora(base, 1)), 2, -0.7),
+        ),
+    }
+    for name, (plain, accelerated) in steps.items():
+        graph.keep(graph.encode(plain, text), f"lora-{family}-{name}-plain")
+        graph.keep(graph.encode(accelerated, text), f"lora-{family}-{name}-ours")
+    server.run(graph)
+    for name in steps:
+        assert_alike(server, f"lora-{family}-{name}-plain", f"lora-{family}-{name}-ours")
+    kept = {name: server.kept(f"lora-{family}-{name}-ours")["0.cond"] for name in steps}
+    assert float(cosines(kept["none"], kept["a"]).min()) < 0.97  # it matters at all
+    assert float(cosines(kept["a"], kept["b"]).min()) < 0.97
+    assert torch.equal(kept["zero"], kept["none"])
+    assert torch.equal(kept["a before"], kept["a"])
+    # One after the other in new prompts: the second A is the first, and nothing of it stays behind.
+    for i, seed in enumerate((1, 2, 1, None)):
+        again = Graph()
+        clip = again.octavo(again.clip(family))
+        if seed is not None:
+            clip = again.lora(clip, seed, 1.0 if seed == 1 else -0.7)
+        again.keep(again.encode(clip, text + " " * i), f"lora-{family}-again")
+        server.run(again)
+        expected = kept["none" if seed is None else "ab"[seed - 1]]
+        assert torch.equal(server.kept(f"lora-{family}-again")["0.cond"], expected), seed
+
+
+def test_bypass_lora_is_pytorch(server: Server) -> None:
+    graph = Graph()
+    base = graph.clip("sd1")
+    both(graph, base, "bypass", lambda c: graph.encode(graph.lora(c, 1, bypass=True), "a cat"))
+    clip = graph.lora(graph.octavo(base), 1, bypass=True)
+    state = server.state(clip, graph.encode(clip, "a dog"), graph)
+    assert "bypass_lora" in state["served"]["clip_l"]["why_host"]
+    assert_alike(server, "bypass-plain", "bypass-ours", exact=True)
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("schedule", [False, True])
+def test_hooks_are_pytorch(server: Server, family: str, schedule: bool) -> None:
+    first = Graph()
+    name = f"hook_{family}.safetensors"
+    first.add("OctavoTestLoraFile", clip=first.clip(family), seed=1, name=name)
+    server.run(first)
+    graph = Graph()
+    hooks = graph.add("CreateHookLora", lora_name=name, strength_model=1.0, strength_clip=1.0)
+    keyframes = graph.add(
+        "CreateHookKeyframesInterpolated", strength_start=1.0, strength_end=0.2,
+        interpolation="linear", start_percent=0.0, end_percent=1.0, keyframes_count=3,
+        print_keyframes=False,
+    )  # fmt: skip
+    hooks = graph.add("SetHookKeyframes", hooks=hooks, hook_kf=keyframes)
+
+    def make(c: Ref) -> Ref:
+        hooked = graph.add(
+            "SetClipHooks", clip=c, hooks=hooks, apply_to_conds=True, schedule_clip=schedule
+        )
+        return graph.encode(hooked, "a cat")
+
+    base = graph.clip(family)
+    key = f"hooks-{family}-{schedule}"
+    both(graph, base, key, make)
+    after = graph.octavo(base)
+    graph.keep(graph.encode(after, "a cat"), f"{key}-after")
+    graph.keep(graph.encode(base, "a cat"), f"{key}-base")
+    server.run(graph)
+    assert_alike(server, f"{key}-plain", f"{key}-ours", exact=True)
+    assert_alike(server, f"{key}-base", f"{key}-after")
+    if schedule:
+        assert len(server.facts(f"{key}-ours")) > 1
+
+
+def test_merges_and_multiplied_attention(server: Server) -> None:
+    graph = Graph()
+    one, two = graph.clip("sd1", 0), graph.clip("sd1", 7)
+    ours = graph.octavo(one)
+    makers = {
+        "simple": lambda c: graph.add("CLIPMergeSimple", clip1=c, clip2=two, ratio=0.6),
+        "add": lambda c: graph.add("CLIPMergeAdd", clip1=c, clip2=two),
+        "subtract": lambda c: graph.add("CLIPMergeSubtract", clip1=c, clip2=two, multiplier=0.3),
+        "attention": lambda c: graph.add(
+            "CLIPAttentionMultiply", clip=c, q=1.2, k=0.9, v=1.1, out=0.8
+        ),
+    }
+    for name, make in makers.items():
+        graph.keep(graph.encode(make(one), "a cat"), f"merge-{name}-plain")
+        graph.keep(graph.encode(make(ours), "a cat"), f"merge-{name}-ours")
+        graph.keep(graph.encode(graph.octavo(make(one)), "a cat"), f"merge-{name}-before")
+    # Ours as the second of a merge that plain ComfyUI encodes.
+    for name, second in (("plain", one), ("ours", ours)):
+        merged = graph.add("CLIPMergeSimple", clip1=two, clip2=second, ratio=0.5)
+        graph.keep(graph.encode(merged, "a cat"), f"merge-second-{name}")
+    graph.keep(graph.encode(one, "a cat"), "merge-none")
+    server.run(graph)
+    base = server.kept("merge-none")["0.cond"]
+    for name in makers:
+        assert_alike(server, f"merge-{name}-plain", f"merge-{name}-ours")
+        assert_alike(server, f"merge-{name}-before", f"merge-{name}-ours", exact=True)
+        assert float(cosines(base, server.kept(f"merge-{name}-ours")["0.cond"]).min()) < 0.98, name
+    assert_alike(server, "merge-second-plain", "merge-second-ours", exact=True)
+
+
+def test_saving_writes_what_it_wrote_before(server: Server) -> None:
+    graph = Graph()
+    base = graph.clip("sdxl")
+    ours = graph.octavo(base)
+    first = graph.encode(ours, "a cat")  # engines are loaded while the file is written
+    graph.keep(first, "saved-first")
+    for name, clip in (("plain", base), ("ours", ours)):
+        for kind, saved in (("base", clip), ("lora", graph.lora(clip, 1))):
+            graph.add("CLIPSave", clip=saved, filename_prefix=f"saved/{name}-{kind}")
+    server.run(graph)
+    folder = server.base / "output" / "saved"
+    plain = sorted(p for p in folder.iterdir() if p.name.startswith("plain"))
+    assert len(plain) == 4  # L and G, with and without LoRA
+    for path in plain:
+        other = folder / path.name.replace("plain", "ours")
+        a, b = load_file(path), load_file(other)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) for k in a), path.name
+
+
+def test_two_branches_and_third_party_calls(server: Server) -> None:
+    graph = Graph()
+    base = graph.clip("sdxl")
+    ours = graph.octavo(base)
+    branch = graph.lora(ours, 3)
+    for i in range(3):
+        graph.keep(graph.encode(ours, f"a cat {i}"), f"branch-{i}-ours")
+        graph.keep(graph.encode(branch, f"a cat {i}"), f"branch-{i}-lora-ours")
+        graph.keep(graph.encode(base, f"a cat {i}"), f"branch-{i}-plain")
+        graph.keep(graph.encode(graph.lora(base, 3), f"a cat {i}"), f"branch-{i}-lora-plain")
+    both(
+        graph, base, "direct",
+        lambda c: graph.add("OctavoTestEncode", clip=c, text="a (cat:1.4)", how="direct"),
+    )  # fmt: skip
+    server.run(graph)
+    for i in range(3):
+        assert_alike(server, f"branch-{i}-plain", f"branch-{i}-ours")
+        assert_alike(server, f"branch-{i}-lora-plain", f"branch-{i}-lora-ours")
+    assert_alike(server, "direct-plain", "direct-ours")
+
+
+def test_nothing_handed_out_changes_later(server: Server) -> None:
+    """B03: a conditioning that another prompt's encode would overwrite."""
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sdxl"))
+    first = graph.encode(ours, "a cat")
+    graph.keep(first, "held-1")
+    others = [graph.encode(ours, f"number {i}") for i in range(4)]
+    joined = first
+    for other in others:
+        joined = graph.add("ConditioningCombine", conditioning_1=joined, conditioning_2=other)
+    graph.keep(joined, "held-2")
+    server.run(graph)
+    assert torch.equal(server.kept("held-1")["0.cond"], server.kept("held-2")["0.cond"])
+
+
+def test_memory_comes_back(server: Server) -> None:
+    """'Unload models' frees the engines; the next prompt loads them again and answers the same."""
+    results = []
+    for i in range(2):
+        graph = Graph()
+        ours = graph.octavo(graph.clip("sdxl"))
+        conditioning = graph.encode(ours, "a cat" + " " * i)
+        graph.keep(conditioning, f"memory-{i}")
+        state = server.state(ours, conditioning, graph)
+        results.append(state["bytes"])
+        server.post("/free", {"unload_models": True, "free_memory": False})
+    assert results[0] > 0 and results[0] == results[1]
+    a, b = (server.kept(f"memory-{i}")["0.cond"] for i in range(2))
+    assert torch.equal(a, b)
+
+
+def test_a_cpu_is_left_to_pytorch(server: Server) -> None:
+    graph = Graph()
+    clip = graph.clip("sd1", 11, simulate=False)
+    both(graph, clip, "cpu", lambda c: graph.encode(c, "a cat"))
+    server.run(graph)
+    assert_alike(server, "cpu-plain", "cpu-ours", exact=True)
+
+
+def test_a_floor_that_nothing_reaches_is_pytorch(server: Server) -> None:
+    graph = Graph()
+    clip = graph.clip("sd1")
+    both(graph, clip, "floor", lambda c: graph.encode(c, "a cat"), similarity_floor=0.9999)
+    ours = graph.octavo(clip, similarity_floor=0.9999)
+    state = server.state(ours, graph.encode(ours, "a dog"), graph)
+    served = state["served"]["clip_l"]
+    # bf16 may reach it; if it does not, PyTorch answers and the node says why.
+    if served["engine"] == "host":
+        assert "0.9999" in state["lines"][0]
+        assert_alike(server, "floor-plain", "floor-ours", exact=True)
+    else:
+        low = cosines(server.kept("floor-plain")["0.cond"], server.kept("floor-ours")["0.cond"])
+        assert float(low.mean()) >= 0.9999
+
+
+def test_report_and_environment(server: Server) -> None:
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sdxl"))
+    report = graph.add("OctavoReport", clip=ours, prompts="a cat\na (dog:1.2)", repeats=2)
+    environment = graph.add("OctavoEnvironment", cache="verify")
+    outputs = server.run(graph)
+    text = outputs[report[0]]["text"][0]
+    assert "clip_l" in text and "clip_g" in text and "a (dog:1.2)" in text
+    assert outputs[report[0]]["images"][0]["filename"].endswith(".png")
+    text = outputs[environment[0]]["text"][0]
+    assert str(server.base / "models" / "octavo") in text and " 0 faults" in text
+
+
+def test_a_clip_without_octavo_has_no_report(server: Server) -> None:
+    graph = Graph()
+    graph.add("OctavoReport", clip=graph.clip("sd1"), prompts="a cat", repeats=1)
+    result = server.wait(server.start(graph))
+    assert result["status"]["status_str"] == "error"
+    assert "FP8 Text Encoder" in str(result["status"]["messages"])
+
+
+def test_saved_names_stay_in_their_folder(server: Server) -> None:
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sd1"))
+    node = graph.add("OctavoSaveTextEncoder", clip=ours, name="../../evil/na:me")
+    files = server.run(graph)[node[0]]["text"][0].splitlines()
+    assert files and all("/" not in f and "\\" not in f for f in files)
+    assert all((server.base / "models" / "text_encoders" / f).is_file() for f in files)

@@ -1,0 +1,624 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate(pipe): what pipelines and callers get, from an engine and from PyTorch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import octavo
+import pytest
+import tiny_pipelines as tiny
+import torch
+from asked import (
+    assert_close,
+    assert_same,
+    embeddings,
+    encoders,
+    expected_embeddings,
+    plain,
+    served,
+)
+from octavo.accelerated import AcceleratedEncoder
+from octavo.device import Device
+from octavo.errors import EngineUnavailable, OctavoError
+from octavo.hosts import clip_tower
+from octavo.hosts import diffusers as host
+from octavo.recipes import Floor
+from torch import Tensor, nn
+
+Accelerate = Callable[..., Any]
+T5 = "T5EncoderModel is no text encoder that Octavo has engines for"
+LONG = "a very long prompt about a cat that sits on a mat and looks at the moon " * 4
+
+
+def ids_of(*rows: list[int], length: int = 77) -> Tensor:
+    full = [[49406, *row[: length - 2], 49407] for row in rows]
+    return torch.tensor([row + [49407] * (length - len(row)) for row in full])
+
+
+IDS = ids_of([320, 1125, 539, 320, 2368], [5, 6, 7])
+
+
+@torch.no_grad()
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with plain(module):
+        return call(module, *args, **kwargs)
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize("name", tiny.PIPELINES)
+def test_pipeline(name: str, accelerate: Accelerate) -> None:
+    pipe = tiny.PIPELINES[name]()
+    before, picture = embeddings(pipe), tiny.picture(pipe)
+    assert accelerate(pipe) is pipe
+    got = embeddings(pipe)
+    assert_close(before, got)
+    assert all(served(m) >= 1 for m in encoders(pipe))
+    reached = [served(m) for m in encoders(pipe)]
+    assert abs(picture - tiny.picture(pipe)).max() < 0.05
+    assert all(served(m) > n for m, n in zip(encoders(pipe), reached, strict=True))
+
+    reports = octavo.report(pipe)
+    for part, found in reports.items():
+        clip = type(getattr(pipe, part)).__name__.startswith("CLIP")
+        assert found.engine == ("torch_fp8" if clip else "host")
+        assert (T5 in found.text()) is not clip
+    assert set(reports) == {n for n in pipe.components if "text_encoder" in n and getattr(pipe, n)}
+
+    assert octavo.restore(pipe) is pipe
+    assert_same(before, embeddings(pipe))
+    assert (picture == tiny.picture(pipe)).all()
+    assert all("forward" not in m.__dict__ for m in encoders(pipe))
+
+
+PROMPTS: dict[str, dict[str, dict[str, Any]]] = {
+    "sd15": {
+        "negative": {"negative_prompt": "blurry"},
+        "batch": {"prompt": ["a cat", "a dog", ""], "negative_prompt": ["x", "", "y"]},
+        "images": {"num_images_per_prompt": 3},
+        "long": {"prompt": LONG},
+        "long negative": {"negative_prompt": LONG},
+        "no guidance": {"do_classifier_free_guidance": False},
+        "empty": {"prompt": ""},
+    },
+    "sdxl": {
+        "prompts": {"prompt_2": "in oil", "negative_prompt": "x", "negative_prompt_2": "y"},
+        "batch": {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2},
+        "clip skip 1": {"clip_skip": 1},
+        "clip skip 2": {"clip_skip": 2, "negative_prompt": "x"},
+        "long": {"prompt": LONG, "prompt_2": "short", "negative_prompt": LONG},
+    },
+    "sd3": {
+        "prompts": {"prompt_2": "in oil", "prompt_3": "on canvas", "negative_prompt_3": "z"},
+        "clip skip": {"clip_skip": 1},
+        "batch": {"prompt": ["a cat", LONG]},
+    },
+    "flux": {"prompts": {"prompt_2": "in oil"}, "batch": {"prompt": ["a cat", LONG]}},
+    "sdxl_refiner": {"negative": {"negative_prompt": "blurry"}},
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(name: str, accelerate: Accelerate) -> None:
+    pipe = accelerate(tiny.PIPELINES[name]())
+    for options in PROMPTS[name].values():
+        before = [served(m) for m in encoders(pipe)]
+        got = embeddings(pipe, **options)
+        assert all(served(m) > n for m, n in zip(encoders(pipe), before, strict=True))
+        assert_close(expected_embeddings(pipe, **options), got)
+
+
+def test_sd15_clip_skip(accelerate: Accelerate) -> None:
+    """diffusers reaches for `text_encoder.text_model`, which transformers 5.6 took away."""
+    pipe = accelerate(tiny.sd15())
+    if not hasattr(pipe.text_encoder, "text_model"):
+        for run in (embeddings, expected_embeddings):
+            with pytest.raises(AttributeError, match="text_model"):
+                run(pipe, clip_skip=1)
+        return
+    assert_close(expected_embeddings(pipe, clip_skip=1), embeddings(pipe, clip_skip=1))
+
+
+def test_answers_do_not_change_later(accelerate: Accelerate) -> None:
+    pipe = accelerate(tiny.sdxl())
+    first = embeddings(pipe, "a cat")
+    kept = [t.clone() for t in first]
+    embeddings(pipe, "a dog")
+    assert_same(kept, first)
+    assert_same(kept, embeddings(pipe, "a cat"))
+
+
+def test_two_components_of_three(accelerate: Accelerate) -> None:
+    pipe = accelerate(tiny.sd3(), components=["text_encoder_2"])
+    assert_close(expected_embeddings(pipe), embeddings(pipe))
+    assert (served(pipe.text_encoder), served(pipe.text_encoder_2)) == (0, 2)
+    assert "not accelerated" in octavo.report(pipe)["text_encoder"].text()
+
+
+# One model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("projection", [None, 48])
+@pytest.mark.parametrize("end_token", [2, 49407])
+def test_outputs(
+    dtype: torch.dtype, projection: int | None, end_token: int, accelerate: Accelerate
+) -> None:
+    torch.manual_seed(0)
+    module = tiny.clip_text(32, projection=projection, end_token=end_token).to(dtype)
+    assert accelerate(module) is module
+    mask = (torch.arange(77) < torch.tensor([[7], [5]])).long()
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((IDS,), {}),
+        ((IDS[:1, :9],), {"output_hidden_states": False}),
+        ((), {"input_ids": IDS, "output_hidden_states": True}),
+        ((IDS,), {"return_dict": False}),
+        ((IDS,), {"return_dict": False, "output_hidden_states": True}),
+        ((IDS, None), {"return_dict": True, "output_attentions": False, "position_ids": None}),
+        ((IDS, torch.ones_like(mask)), {"output_hidden_states": True}),
+        ((IDS, mask), {"output_hidden_states": True, "return_dict": True}),  # as compel calls
+        ((IDS,), {"attention_mask": mask.bool()}),
+        ((IDS.repeat(9, 1),), {"output_hidden_states": None}),
+        ((IDS.int(),), {}),
+    ]
+    for n, (args, kwargs) in enumerate(calls):
+        got, expected = call(module, *args, **kwargs), eager(module, *args, **kwargs)
+        assert served(module) == n + 1, (args, kwargs)
+        assert type(got) is type(expected)
+        if isinstance(expected, tuple):
+            assert_close(expected, got)
+            continue
+        assert list(got) == list(expected)
+        assert_close(expected.to_tuple(), got.to_tuple())
+        if kwargs.get("output_hidden_states"):
+            assert len(got.hidden_states) == 4
+            normed = call(clip_tower.core_of(module).final_layer_norm, got.hidden_states[-1])
+            assert_close(got.last_hidden_state, normed, 0.999, 0.99)
+
+
+def test_pooled_at_the_hosts_position(accelerate: Accelerate) -> None:
+    """Configs that say end token 2 pool at the largest id, also where that is an added token."""
+    torch.manual_seed(0)
+    module = tiny.clip_text(32)
+    module.resize_token_embeddings(49410)
+    ids = ids_of([320, 49409, 2368, 5])
+    accelerate(module)
+    got = call(module, ids)
+    assert_same(got.last_hidden_state[:, 2], got.pooler_output)
+    assert_close(eager(module, ids).pooler_output, got.pooler_output)
+    assert served(module) == 1
+
+
+def test_under_inference_mode(accelerate: Accelerate) -> None:
+    """What is made inside must be of use outside."""
+    module = accelerate(tiny.clip_text(32))
+    with torch.inference_mode():
+        inside = module(IDS).last_hidden_state
+    outside = call(module, IDS).last_hidden_state
+    assert_same(inside.clone(), outside.clone())
+    with torch.no_grad():
+        module.encoder_weight = None  # any attribute may be set, as before
+        for p in module.parameters():
+            p.mul_(1.01)
+    assert_close(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 3
+
+
+def test_signature_is_kept(accelerate: Accelerate) -> None:
+    import inspect
+
+    module = tiny.clip_text(32)
+    before = inspect.signature(module.forward)
+    accelerate(module)
+    assert inspect.signature(module.forward) == before
+
+
+def test_hooks_on_the_model_itself_run(accelerate: Accelerate) -> None:
+    module, seen = tiny.clip_text(32), []
+    module.register_forward_hook(lambda m, a, o: seen.append(o))
+    accelerate(module)
+    got = call(module, IDS)
+    assert served(module) == 1 and seen[0] is got
+
+
+# What PyTorch answers, bit for bit
+
+NOT_OURS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "attentions": ("attentions", lambda m: call(m, IDS, output_attentions=True)),
+    "positions": ("positions", lambda m: call(m, IDS, position_ids=torch.arange(77)[None] * 0)),
+    "first key masked": (
+        "",
+        lambda m: call(m, IDS, attention_mask=(torch.arange(77) > 3).long().expand(2, 77)),
+    ),
+    "float mask": ("mask", lambda m: call(m, IDS, attention_mask=torch.ones(2, 77))),
+    "odd mask": ("mask", lambda m: call(m, IDS, attention_mask=torch.full((2, 77), 2))),
+    "training": ("training", lambda m: call(m.train(), IDS)),
+    "gradients": ("gradients", lambda m: m(IDS)),
+    "autocast": ("autocast", lambda m: autocast(m)),
+    "float64": ("float64", lambda m: call(m.double(), IDS)),
+    "config": ("config", lambda m: with_config(m, output_hidden_states=True)),
+    "tuple config": ("config", lambda m: with_config(m, return_dict=False)),
+}
+
+
+def autocast(module: nn.Module) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call(module, IDS)
+
+
+def with_config(module: Any, **changes: Any) -> Any:
+    for name, value in changes.items():
+        setattr(module.config, name, value)
+    return call(module, IDS)
+
+
+@pytest.mark.parametrize("case", NOT_OURS)
+def test_pytorch_answers(case: str, accelerate: Accelerate) -> None:
+    reason, run = NOT_OURS[case]
+    module = accelerate(tiny.clip_text(32))
+    call(module, IDS)
+    got = run(module)
+    assert served(module) == 1
+    with plain(module):
+        expected = run(module)
+    assert type(got) is type(expected)
+    for one, other in zip(tuple(expected), tuple(got), strict=True):
+        one, other = (t if isinstance(expected, tuple) else expected[t] for t in (one, other))
+        assert_same(one, other)
+    if case == "gradients":
+        assert got.last_hidden_state.requires_grad
+    assert reason in octavo.report(module)["CLIPTextModel"].text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"input_ids": None},
+        {"inputs_embeds": torch.zeros(1, 77, 32)},
+        {"input_ids": torch.zeros(1, 78, dtype=torch.long)},
+        {"input_ids": torch.full((1, 77), 49408)},
+        {"input_ids": torch.zeros(1, 77)},
+        {"input_ids": IDS, "attention_mask": torch.ones(3, 5)},
+    ],
+)
+def test_errors_are_the_models_own(arguments: dict[str, Any], accelerate: Accelerate) -> None:
+    module = accelerate(tiny.clip_text(32))
+    with pytest.raises(Exception) as expected:
+        eager(module, **arguments)
+    with pytest.raises(type(expected.value)) as got:
+        call(module, **arguments)
+    assert str(got.value) == str(expected.value)
+
+
+def layer(module: nn.Module) -> Any:
+    return clip_tower.core_of(module).encoder.layers[1]
+
+
+def patch_forward(module: nn.Module) -> None:
+    attention = layer(module).self_attn
+    original = attention.forward
+    attention.forward = lambda *a, **k: original(*a, **k)
+
+
+def add_model_hook(module: nn.Module) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(layer(module).mlp, ModelHook())
+
+
+FOREIGN: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: layer(m).register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: layer(m).mlp.fc1.register_forward_pre_hook(lambda *_: None),
+    "forward": patch_forward,
+    "accelerate hook": add_model_hook,
+    "another activation": lambda m: setattr(layer(m).mlp, "activation_fn", nn.Tanh()),
+    "a layer of another class": lambda m: setattr(layer(m).mlp, "fc1", torch.nn.Identity()),
+    "compile": lambda m: m.compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_other_libraries_inside(
+    case: str, first: bool, accelerate: Accelerate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who changes the inside of the encoder wants to see it run."""
+    module = tiny.clip_text(32 if "class" not in case else 128)
+    pipe = tiny.sd15(module)
+    if first:
+        FOREIGN[case](module)
+    accelerate(pipe)
+    if not first:
+        ids = IDS
+        call(module, ids)
+        assert served(module) == 1
+        FOREIGN[case](module)
+    if "class" not in case:
+        got = call(module, IDS).last_hidden_state
+        assert_same(eager(module, IDS).last_hidden_state, got)
+    assert served(module) == (0 if first else 1)
+    assert octavo.report(pipe)["text_encoder"].refusals
+    assert (len(caplog.records) > 0) or "class" in case
+
+
+def test_a_hook_that_goes_away(accelerate: Accelerate) -> None:
+    module = accelerate(tiny.clip_text(32))
+    handle = layer(module).register_forward_hook(lambda *_: None)
+    call(module, IDS)
+    assert served(module) == 0
+    handle.remove()
+    call(module, IDS)
+    assert served(module) == 1
+
+
+def test_transformers_own_hooks_are_no_obstacle(accelerate: Accelerate) -> None:
+    module = tiny.clip_text(32)
+    call(module, IDS, output_hidden_states=True)  # transformers 5 leaves recorders on the layers
+    accelerate(module)
+    call(module, IDS)
+    assert served(module) == 1
+
+
+def test_torch_compile_around_it(accelerate: Accelerate) -> None:
+    pipe = accelerate(tiny.sd15())
+    expected = expected_embeddings(pipe)
+    pipe.text_encoder = torch.compile(pipe.text_encoder, backend="eager")
+    assert_same(expected, embeddings(pipe))
+    octavo.restore(pipe)
+    assert "forward" not in pipe.text_encoder._orig_mod.__dict__
+    assert "compiled" in octavo.report(pipe)["text_encoder"].text()
+    with pytest.raises(OctavoError, match="it is compiled"):
+        accelerate(pipe, components="text_encoder")
+
+
+# Weights that must not be touched
+
+
+class Linear4bit(nn.Linear):
+    """bitsandbytes' way: a class of its own."""
+
+
+def subclassed(module: nn.Module) -> None:
+    """torchao's way: a plain nn.Linear over a tensor subclass."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    linear = layer(module).mlp.fc1
+    data = linear.weight.detach()
+    linear.weight = nn.Parameter(TwoTensor(data, data.clone()))
+
+
+def float8(module: nn.Module) -> None:
+    """diffusers' layerwise casting: float8 weights under a hook."""
+    from diffusers.hooks import apply_layerwise_casting
+
+    apply_layerwise_casting(module, torch.float8_e4m3fn, torch.float32, [])
+
+
+def a_class_of_its_own(module: nn.Module) -> None:
+    linear = Linear4bit(32, 128)
+    layer(module).mlp.fc1 = linear
+
+
+def int8(module: nn.Module) -> None:
+    fc1 = layer(module).mlp.fc1
+    fc1.weight = nn.Parameter(fc1.weight.detach().to(torch.int8), requires_grad=False)
+
+
+QUANTIZED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "class": ("Linear4bit", a_class_of_its_own),
+    "subclass": ("TwoTensor", subclassed),
+    "layerwise casting": ("float8_e4m3fn", float8),
+    "int8": ("int8", int8),
+    "meta": ("meta", lambda m: layer(m).to("meta")),
+    "vocabulary": ("vocabulary", lambda m: m.resize_token_embeddings(1000)),
+    "mixed dtypes": ("several dtypes", lambda m: layer(m).half()),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_weights_left_alone(
+    case: str, accelerate: Accelerate, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, change = QUANTIZED[case]
+    pipe = tiny.sdxl()
+    change(pipe.text_encoder)
+    accelerate(pipe)
+    assert any(reason in r.getMessage() for r in caplog.records)
+    assert reason in octavo.report(pipe)["text_encoder"].text()
+    assert served(pipe.text_encoder) == 0
+    call(pipe.text_encoder_2, IDS)
+    assert served(pipe.text_encoder_2) == 1
+    with pytest.raises(OctavoError, match=f"text_encoder cannot be accelerated: .*{reason}"):
+        accelerate(pipe, components="text_encoder")
+
+
+# Bad input
+
+
+def test_no_text_encoders(accelerate: Accelerate) -> None:
+    unet = tiny._unet(32)
+    pipe = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+    for function in (accelerate, octavo.restore, octavo.report):
+        with pytest.raises(OctavoError, match=r"DDPMPipeline has no text encoder; .* unet"):
+            function(pipe)
+    with pytest.raises(OctavoError, match="a str cannot be accelerated"):
+        accelerate("stable-diffusion")
+    with pytest.raises(OctavoError, match="UNet2DConditionModel is no text encoder"):
+        accelerate(unet)
+
+
+def test_encoders_that_are_none(accelerate: Accelerate) -> None:
+    pipe = tiny.sd15()
+    pipe.text_encoder = None
+    assert accelerate(pipe) is pipe  # its prompt embeddings come from elsewhere
+    assert octavo.report(pipe) == {}
+    assert octavo.restore(pipe) is pipe
+    with pytest.raises(OctavoError, match="'text_encoder' loaded; it has none"):
+        accelerate(pipe, components="text_encoder")
+    with pytest.raises(OctavoError, match="'text_encoder_9' loaded; it has text_encoder_2"):
+        accelerate(tiny.sdxl_refiner(), components=["text_encoder_9"])
+
+
+def test_unknown_options(accelerate: Accelerate) -> None:
+    pipe = tiny.sd15()
+    with pytest.raises(OctavoError, match="recipe 'int4' does not exist"):
+        accelerate(pipe, recipe="int4")
+    with pytest.raises(OctavoError, match="engine 'openvino' does not exist"):
+        accelerate(pipe, engine="openvino")
+    with pytest.raises(OctavoError, match="T5EncoderModel is no text encoder"):
+        accelerate(tiny.flux(), components="text_encoder_2")
+    with pytest.raises(OctavoError, match="give the whole pipeline"):
+        accelerate(tiny.clip_text(), calibration_prompts=["a cat"])
+    assert not host._registry.get(pipe.text_encoder)
+
+
+def test_on_a_cpu(accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "facts", lambda device: (None, None))
+    pipe = accelerate(tiny.sd15())
+    assert_same(expected_embeddings(pipe), embeddings(pipe))
+    assert "needs an NVIDIA GPU and the encoder is on the device 'cpu'" in (
+        octavo.report(pipe)["text_encoder"].text()
+    )
+    accelerate(pipe, engine="torch_fp8")
+    with pytest.raises(EngineUnavailable, match="torch_fp8"):
+        embeddings(pipe)
+
+
+def test_old_gpu(accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = Device("cuda", 0, "NVIDIA GeForce RTX 2080", 75)
+    monkeypatch.setattr(host, "facts", lambda device: (turing, None))
+    pipe = accelerate(tiny.sd15())
+    assert_same(expected_embeddings(pipe), embeddings(pipe))
+    assert "no FP8 tensor cores" in octavo.report(pipe)["text_encoder"].text()
+
+
+def test_weights_that_are_not_finite(accelerate: Accelerate) -> None:
+    module = tiny.clip_text(32)
+    with torch.no_grad():
+        layer(module).mlp.fc1.weight[0, 0] = float("nan")
+    accelerate(module)
+    got, expected = call(module, IDS).last_hidden_state, eager(module, IDS).last_hidden_state
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert served(module) == 0
+    assert "NaN" in octavo.report(module)["CLIPTextModel"].text()
+
+
+def test_a_floor_that_nothing_reaches(accelerate: Accelerate) -> None:
+    pipe = accelerate(tiny.sd15(), floor=Floor(0.99999999, 0.99999999, 0.99999999))
+    assert_same(expected_embeddings(pipe), embeddings(pipe))
+    found = octavo.report(pipe)["text_encoder"]
+    assert found.engine == "host" and "under the floor" in found.text()
+
+
+def test_options_reach_the_engine(accelerate: Accelerate, tmp_path: Any) -> None:
+    pipe, events = tiny.sd15(), []
+    accelerate(pipe, recipe="fp8-mixed", cache=tmp_path / "mine", progress=events.append)
+    embeddings(pipe)
+    found = octavo.report(pipe)["text_encoder"]
+    assert (found.engine, found.recipe) == ("torch_fp8", "fp8-mixed")
+    assert (tmp_path / "mine").is_dir()
+    assert {e.subject for e in events} == {"text_encoder"} and len(events) > 3
+    # asked again with other options, the encoder changes over; with equal ones nothing happens
+    accelerate(pipe, recipe="bf16", cache=tmp_path / "mine", progress=events.append)
+    embeddings(pipe)
+    assert octavo.report(pipe)["text_encoder"].recipe == "bf16"
+    engine = host._served(pipe.text_encoder)._encoder
+    accelerate(pipe, recipe="bf16", cache=octavo_cache(engine), progress=events.append)
+    embeddings(pipe)
+
+
+def octavo_cache(encoder: AcceleratedEncoder) -> Any:
+    return encoder._cache
+
+
+def test_calibration_prompts(accelerate: Accelerate) -> None:
+    """The user's prompts, by the pipeline's own tokenizer, widen the input ranges."""
+    pipe = tiny.sd15()
+    table = pipe.text_encoder.get_input_embeddings().weight
+    with torch.no_grad():
+        table[pipe.tokenizer.convert_tokens_to_ids("Q</w>")] *= 30
+        table[pipe.tokenizer.convert_tokens_to_ids("q</w>")] *= 30
+
+    def first_scale() -> float:
+        embeddings(pipe)
+        encoder = host._served(pipe.text_encoder)._encoder
+        linears = encoder._serving.weights.linears
+        return float(linears["text_model.encoder.layers.0.self_attn.out_proj"].input_scale)
+
+    accelerate(pipe)
+    shipped = first_scale()
+    accelerate(pipe, calibration_prompts=["a cat"])
+    assert first_scale() == shipped
+    accelerate(pipe, calibration_prompts=["q q q", "a <unknown> token"])
+    assert first_scale() > shipped
+    assert_close(expected_embeddings(pipe), embeddings(pipe))
+
+
+def test_reports_before_the_first_prompt(accelerate: Accelerate) -> None:
+    pipe = tiny.sdxl()
+    assert "call octavo.accelerate" in octavo.report(pipe)["text_encoder_2"].text()
+    accelerate(pipe)
+    assert "the first prompt chooses" in octavo.report(pipe)["text_encoder_2"].text()
+
+
+def test_what_pytorch_answered_is_counted_and_logged_once(
+    accelerate: Accelerate, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = accelerate(tiny.clip_text(32))
+    for _ in range(3):
+        module(IDS)
+    assert "gradients are on; call it under torch.no_grad() (3 requests)" in (
+        octavo.report(module)["CLIPTextModel"].text()
+    )
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+
+
+def test_background(accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may arrive later: PyTorch's first answer is not the last word."""
+    module = accelerate(tiny.clip_text(32), background=True)
+    with monkeypatch.context() as at_first:
+        at_first.setattr(AcceleratedEncoder, "attempt", lambda *_: None)
+        assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    call(module, IDS)
+    assert served(module) == 1
+
+
+# The package
+
+
+def test_import_is_light() -> None:
+    code = """
+import json, sys, time
+start = time.perf_counter()
+import octavo
+seconds = time.perf_counter() - start
+names = [n for n in ("accelerate", "accelerating", "report", "restore") if n in dir(octavo)]
+heavy = {"torch", "tensorrt", "modelopt", "onnx", "onnxruntime", "transformers", "diffusers"}
+before = sorted(heavy & set(sys.modules))
+octavo.accelerate
+after = sorted(heavy & set(sys.modules))
+try:
+    octavo.nothing
+except AttributeError as error:
+    missing = str(error)
+print(json.dumps([seconds, names, before, after, missing]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, names, before, after, missing = json.loads(run.stdout)
+    assert seconds < 0.5  # 50 ms on a machine with nothing else to do
+    assert len(names) == 4 and before == [] and after == ["torch"]
+    assert missing == "module 'octavo' has no attribute 'nothing'"
