@@ -62,7 +62,7 @@ KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU besid
 Hidden = Sequence[Tensor]
 _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
 
-# Engines that failed, for the life of the process: (engine, key, device) -> reason. A driver or a
+# Engines that failed, for the life of the process: `_failure_key` -> reason. A driver or a
 # GPU that refused a plan once refuses it again, and each try costs seconds.
 _failed: dict[tuple[str, ...], str] = {}
 
@@ -345,7 +345,7 @@ class AcceleratedEncoder:
         if self._background:
             later = [e for e in engines if e.startswith("tensorrt")]
         for name in (e for e in engines if e not in later):
-            key = (name, recipe.name, entry.manifest.key, f"{facts.type}:{facts.index}")
+            key = self._failure_key(name, recipe, entry, facts)
             if key in _failed:
                 self._refuse(name, recipe, _failed[key])
                 continue
@@ -660,15 +660,19 @@ class AcceleratedEncoder:
         )
         self._refuse(serving.engine_name, serving.recipe, reason)
         facts = self._facts or probe(self._host.device)
-        key = (
-            serving.engine_name, serving.recipe.name, serving.checkpoint.manifest.key,
-            f"{facts.type}:{facts.index}",
-        )  # fmt: skip
+        key = self._failure_key(serving.engine_name, serving.recipe, serving.checkpoint, facts)
         _failed[key] = reason
         self._serving = None
         serving.engine.close()
         if self._request in ("auto", "fastest"):
             self._prepare()
+
+    def _failure_key(
+        self, engine: str, recipe: Recipe, checkpoint: Entry, facts: Device
+    ) -> tuple[str, ...]:
+        """What fails under one floor may pass under another."""
+        device, floor = f"{facts.type}:{facts.index}", str(self._floor)
+        return engine, recipe.name, checkpoint.manifest.key, device, floor
 
     def report(self) -> EncoderReport:
         """How the encoder is served at this moment."""

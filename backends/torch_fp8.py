@@ -206,7 +206,7 @@ class TorchFp8Engine:
         """All states [L + 2, B, S, C] in one new tensor."""
         b, s, _ = embeds.shape
         shape: Shape = (b, s, mask is not None)
-        captured = self._graph(weights, shape)  # None: eagerly
+        captured = self._graph(weights, shape)
         if captured is None:
             embeds = embeds.to(self.device, weights.body).contiguous()
             mask = None if mask is None else mask.to(self.device).contiguous()

@@ -81,7 +81,11 @@ class Tower:
 
     def is_current(self) -> bool:
         """Whether the model still has the very parts and hooks that were found (0.1 ms)."""
-        return all(d.get(k) is v for d, k, v in self._places) and self._count() == self._counts
+        return (
+            all(holder.get(key) is part for holder, key, part in self._places)
+            and self._count() == self._counts
+            and all(tensor.dtype == self.dtype for tensor in self._watch.tensors)
+        )
 
     def is_trained(self) -> bool:
         """Whether some weight wants gradients, as freshly loaded ones do."""
@@ -377,7 +381,7 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         wide = tensors[0].dtype.itemsize == 4
         self._bits = torch.int32 if wide else torch.int16
         self._row = np.dtype(np.int32 if wide else np.int16)
@@ -388,16 +392,16 @@ class Watch:
     @torch.no_grad()
     def digest(self) -> str:
         """Equal for equal values, on any device."""
-        seen = [t._version for t in self._tensors], self._probe()
+        seen = [t._version for t in self.tensors], self._probe()
         if seen != self._seen:
-            sums = [t.view(self._bits).sum() for t in self._tensors]  # enqueued before any wait
+            sums = [t.view(self._bits).sum() for t in self.tensors]  # enqueued before any wait
             exact = ",".join(str(int(s)) for s in sums)
             self._digest = hashlib.sha256(exact.encode() + seen[1]).hexdigest()
             self._seen = seen
         return self._digest
 
     def _probe(self) -> bytes:
-        tensors = self._tensors
+        tensors = self.tensors
         pointers = [t.data_ptr() for t in tensors]
         if pointers != self._pointers:
             # Views are kept of host memory only: they would hold the GPU memory of moved weights.
