@@ -58,6 +58,7 @@ from .verify import Similarity, States, measure, states_of
 log = logging.getLogger(__name__)
 
 CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 tokens
+KNOWN_KINDS = 64  # shapes and dtypes of requests that were found to fit
 KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU beside the base
 Hidden = Sequence[Tensor]
 _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
@@ -221,6 +222,7 @@ class AcceleratedEncoder:
         self._worker: threading.Thread | None = None
         self._cancel = threading.Event()
         self._refusals: list[Refusal] = []
+        self._known_kinds: set[tuple[Any, ...]] = set()
         self._sets: OrderedDict[Hashable, Fp8Weights] = OrderedDict()
         self._bad_sets: set[Hashable] = set()
         self._ready_s: float | None = None
@@ -271,18 +273,22 @@ class AcceleratedEncoder:
 
     def _fits(self, embeds: Tensor, mask: Tensor | None) -> bool:
         """Whether any engine of this spec may answer; everything else is the host's."""
-        spec = self._host.spec
-        if (
-            embeds.dim() != 3
-            or embeds.shape[0] < 1
-            or not 1 <= embeds.shape[1] <= spec.positions
-            or embeds.shape[2] != spec.width
-            or not embeds.is_floating_point()
-            or embeds.dtype == torch.float64
-            or embeds.requires_grad
-            or embeds.device != self._host.device
-        ):
-            return False
+        kind = (embeds.shape, embeds.dtype, embeds.device, embeds.requires_grad)
+        if kind not in self._known_kinds:  # each of these questions costs a microsecond a prompt
+            spec = self._host.spec
+            if (
+                embeds.dim() != 3
+                or embeds.shape[0] < 1
+                or not 1 <= embeds.shape[1] <= spec.positions
+                or embeds.shape[2] != spec.width
+                or not embeds.is_floating_point()
+                or embeds.dtype == torch.float64
+                or embeds.requires_grad
+                or embeds.device != self._host.device
+            ):
+                return False
+            if len(self._known_kinds) < KNOWN_KINDS:
+                self._known_kinds.add(kind)
         if mask is None:
             return True
         # A row whose first key is masked has a query with nothing to attend to: hosts differ there.
@@ -398,6 +404,9 @@ class AcceleratedEncoder:
             short = shortfall(similarity.facts(), self._floor or recipe.floor)
             if short is not None:
                 raise SimilarityError(f"it is not close enough to FP32 on this device: {short}")
+            if isinstance(engine, TorchFp8Engine):
+                engine.drop_graphs()  # of the check's batches; a single prompt's stays ready
+                engine.encode(held_out.embeds[:1])
         except BaseException:
             engine.close()
             raise

@@ -120,6 +120,16 @@ class TorchFp8Engine:
             finally:
                 self._end(stream)
 
+    def drop_graphs(self) -> None:
+        """Give back every captured graph's memory; the next call of a shape captures it again."""
+        with self._lock, self._on_device():
+            self._wait()
+            while self._captured:
+                self._captured.popitem()[1].graph.reset()
+            self._pool = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
     @property
     def bytes(self) -> int:
         """Bytes of device memory held: weights, and the graphs' buffers and pool."""
@@ -139,12 +149,9 @@ class TorchFp8Engine:
         with self._lock, self._on_device():
             if self._weights is None:
                 return
-            self._wait()
-            while self._captured:
-                self._captured.popitem()[1].graph.reset()
-            self._weights = self._pool = None
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._wait()  # other streams may still read the weights
+            self._weights = None
+        self.drop_graphs()
 
     # -- what serves ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,6 +88,7 @@ def accelerate(
         raise OctavoError(f"engine '{engine}' does not exist; choose one of {', '.join(REQUESTS)}.")
     if cache is not None and not isinstance(cache, EngineCache):
         cache = EngineCache(Path(cache))
+    root = None if cache is None else cache.root
     found = _text_encoders(pipe)
     named = [components] if isinstance(components, str) else components
     if isinstance(pipe, nn.Module):
@@ -102,7 +103,9 @@ def accelerate(
         refusal = _refusal(module)
         if refusal is None:
             tokens = _tokens(pipe, name, module, calibration_prompts)
-            options = _Options(recipe, engine, tokens, floor, cache, background, progress or silent)
+            options = _Options(
+                recipe, engine, tokens, floor, background, root, cache, progress or silent
+            )
             _attach(name, module, options).owners.add(pipe)
         elif named is None:
             log.warning("%s: PyTorch keeps serving it: %s", name, refusal)
@@ -224,9 +227,10 @@ class _Options:
     engine: str
     tokens: Rows
     floor: Floor | None
-    cache: EngineCache | None
     background: bool
-    progress: Report
+    root: Path | None
+    cache: EngineCache | None = field(compare=False)
+    progress: Report = field(compare=False)
 
 
 class _Forward:
@@ -449,13 +453,17 @@ class _Served:
         self, tower: Tower, embeds: Tensor, mask: Tensor | None
     ) -> tuple[Hidden, Tensor] | None:
         """(hidden states, final state) from an engine, or None where PyTorch must answer."""
-        host, encoder = self._host, self._encoder
-        if host is None or encoder is None or not host.suits(tower, embeds.device):
-            if encoder is not None and embeds.device.type == "cpu":
+        host, encoder, device = self._host, self._encoder, embeds.device
+        if host is None or encoder is None or not host.suits(tower, device):
+            if (
+                encoder is not None
+                and host is not None
+                and device.type == "cpu" != host.device.type
+            ):
                 encoder.rest()  # the user took the model off the GPU
                 return None
             self.close()
-            self._host = host = _Host(self.name, tower, embeds.device)
+            self._host = host = _Host(self.name, tower, device)
             self._encoder = encoder = self._made(host)
         if self._settled and encoder.report().engine == "host":
             return None

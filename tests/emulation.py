@@ -17,7 +17,7 @@ MASKED = -30000.0
 
 
 class GraphOps(Ops[Tensor]):
-    """`Ops` over the weights of `plan_weights`; each result is rounded to `body`, as a node's is."""
+    """`Ops` over the weights of `plan_weights`, each result rounded to `body` like a node's."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""Record what ComfyUI calls a CLIP text model with and what that returns, for tests without ComfyUI.
+"""Record what ComfyUI calls a CLIP text model with and what it returns, for tests without ComfyUI.
 
     python tools/record_comfyui.py COMFYUI_CHECKOUT [FILE]
 
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 CONFIG = {
-    "hidden_size": 32,
+    "hidden_size": 16,
     "num_attention_heads": 2,
-    "intermediate_size": 64,
+    "intermediate_size": 32,
     "num_hidden_layers": 3,
     "max_position_embeddings": 77,
     "hidden_act": "quick_gelu",
@@ -81,8 +81,11 @@ def record(checkout: Path, target: Path) -> None:
         original = model.transformer.forward
 
         def forward(*args: Any, _original: Any = original, _seen: Any = seen, **kwargs: Any) -> Any:
-            _seen.update(args=args, kwargs=kwargs, result=_original(*args, **kwargs))
-            return _seen["result"]
+            result = _original(*args, **kwargs)
+            # Copies: the caller zeroes what is masked in place.
+            copies = [None if r is None else r.clone() for r in result]
+            _seen.update(args=args, kwargs=kwargs, result=copies)
+            return result
 
         model.transformer.forward = forward
         with torch.no_grad():
@@ -99,7 +102,7 @@ def record(checkout: Path, target: Path) -> None:
         for i, value in enumerate(seen["result"]):
             described["results"].append(value is not None)
             if value is not None:
-                tensors[f"{form}/result.{i}"] = value.clone().contiguous()
+                tensors[f"{form}/result.{i}"] = value.contiguous()
         calls[form] = described
         if form == "last":
             table = "text_model.embeddings.token_embedding.weight"

@@ -238,10 +238,11 @@ class Session:
         """Wait for running calls and free everything; may be called again."""
         with self._place.guard():
             self._pool.close()
-            if self._kernels is not None:
-                self._kernels.save()
+            kernels, self._kernels = self._kernels, None
+            if kernels is not None:
+                kernels.save()
             # In the reverse order of who was made from whom.
-            self._kernels = self._config = None
+            kernels = self._config = None
             self._engine = None
             self._runtime = None
         self._plan_bytes = 0
@@ -656,15 +657,17 @@ class _Pool:
             yield context
             is_whole = True
         finally:
-            if not is_whole:
-                self._destroy(context)
-            with self._condition:
-                if is_whole:
-                    self._retire(context)
-                    self._idle.append(context)
-                else:
-                    self._contexts.remove(context)
-                self._condition.notify_all()
+            try:
+                if not is_whole:
+                    self._destroy(context)
+            finally:  # whatever happens: a context that never comes back would block `close`
+                with self._condition:
+                    if is_whole:
+                        self._idle.append(context)
+                        self._retire(context)
+                    else:
+                        self._contexts.remove(context)
+                    self._condition.notify_all()
 
     def swap(self, weights: _Weights) -> None:
         with self._condition:

@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""One real ComfyUI process on a GPU: times, similarity, LoRA switches and memory, as JSON.
+
+    python tests/gpu/comfyui_run.py CHECKOUT [ComfyUI's own options, such as --disable-dynamic-vram]
+
+Dynamic VRAM is set up as ComfyUI's main.py does it. Weights are seeded, full size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(sys.argv.pop(1)).resolve()
+sys.path.insert(0, str(CHECKOUT))
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+import comfy_aimdo.control  # noqa: E402
+from comfy.cli_args import args, enables_dynamic_vram  # noqa: E402
+
+if enables_dynamic_vram():
+    try:
+        comfy_aimdo.control.init(
+            simple_vram_headroom=False, nvml_pressure=not args.disable_nvml_pressure
+        )
+    except TypeError:
+        comfy_aimdo.control.init()
+
+import comfy.memory_management  # noqa: E402
+import comfy.model_management as management  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+
+DYNAMIC = False
+if enables_dynamic_vram():
+    devices = management.get_all_torch_devices()
+    try:
+        DYNAMIC = comfy_aimdo.control.init_devices((d.index, 0) for d in devices)
+    except TypeError:
+        DYNAMIC = comfy_aimdo.control.init_devices(d.index for d in devices)
+    if DYNAMIC:
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from octavo.hosts import comfy as host  # noqa: E402
+from octavo.seeded import CLIP_G, CLIP_L, seeded_tensors  # noqa: E402
+
+TEXT = "a photo of a (lighthouse:1.2) on a cliff in a storm, detailed oil painting"
+
+
+def median_ms(call: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> float:
+    times = []
+    for i in range(warm_up + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if i >= warm_up:
+            times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def once_ms(call: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def encode(clip: Any, text: str = TEXT) -> Any:
+    """What CLIPTextEncode does."""
+    return clip.encode_from_tokens_scheduled(clip.tokenize(text))[0]
+
+
+def alike(a: Any, b: Any) -> dict[str, float]:
+    x, y = (t[0].double().cpu().flatten(0, -2) for t in (a, b))
+    tokens = F.cosine_similarity(x, y, dim=-1)
+    pooled = (t[1]["pooled_output"].double().cpu() for t in (a, b))
+    return {
+        "token_mean": float(tokens.mean()),
+        "token_min": float(tokens.min()),
+        "pooled": float(F.cosine_similarity(*pooled, dim=-1)),
+    }
+
+
+def lora(state: dict[str, torch.Tensor], seed: int, rank: int = 32) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    found = {}
+    for key, weight in state.items():
+        if ".encoder.layers." not in key or not key.endswith("weight") or weight.dim() != 2:
+            continue
+        name = f"text_encoders.{key.removesuffix('.weight')}"
+        out, inner = weight.shape
+        up = torch.randn(out, rank, generator=random) * rank**-0.5
+        down = torch.randn(rank, inner, generator=random) * inner**-0.5 * 0.15
+        found |= {f"{name}.lora_up.weight": up.half(), f"{name}.lora_down.weight": down.half()}
+        found[f"{name}.alpha"] = torch.tensor(float(rank))
+    return found
+
+
+def used_mb() -> float:
+    management.soft_empty_cache()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e6
+
+
+def sd1_and_sdxl() -> dict[str, Any]:
+    weights = {"l": dict(seeded_tensors(CLIP_L)), "g": dict(seeded_tensors(CLIP_G))}
+    clips = {}
+    for name, parts in {"sd1": "l", "sdxl": "lg"}.items():
+        clips[name] = comfy.sd.load_text_encoder_state_dicts([dict(weights[p]) for p in parts])
+    return clips
+
+
+def measure(name: str, plain: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"before_mb": used_mb()}
+    expected = encode(plain)
+    found["pytorch_ms"] = median_ms(lambda: encode(plain))
+    found["pytorch_mb"] = used_mb() - found["before_mb"]
+    management.unload_all_models()
+    ours, _ = host.accelerate(plain, host.Settings())
+    found["first_s"], got = once_ms(lambda: encode(ours))
+    found["first_s"] /= 1e3
+    encode(ours, "a second prompt")
+    found["octavo_ms"] = median_ms(lambda: encode(ours))
+    found["ratio"] = found["pytorch_ms"] / found["octavo_ms"]
+    found["similarity"] = alike(expected, got)
+    found["octavo_mb"] = used_mb() - found["before_mb"]
+    service = host.service_of(ours)
+    assert service is not None
+    found["lines"] = service.lines()
+    found["loaded_pytorch_mb"] = ours.patcher.loaded_size() / 1e6
+    found["encode_only_ms"] = _engines_ms(service)
+
+    state = plain.cond_stage_model.state_dict()
+    files = {seed: lora(state, seed) for seed in (1, 2)}
+
+    def with_lora(clip: Any, seed: int) -> Any:
+        return comfy.sd.load_lora_for_models(None, clip, files[seed], 0.0, 1.0)[1]
+
+    switches = {}
+    results = {}
+    for step, seed in (("a", 1), ("b", 2), ("a again", 1), ("none", None), ("a kept", 1)):
+        clip = ours if seed is None else with_lora(ours, seed)  # a new clone, as a node makes it
+        switches[step], results[step] = once_ms(lambda clip=clip: encode(clip))
+    found["lora_ms"] = switches
+    found["lora_same"] = torch.equal(results["a"][0], results["a again"][0])
+    found["none_same"] = torch.equal(results["none"][0], got[0])
+    patched = encode(with_lora(plain, 1))
+    found["lora_similarity"] = alike(patched, results["a"])
+    found["lora_effect"] = alike(expected, patched)["token_mean"]
+    found["why_host"] = {n: s.why_host for n, s in service.served.items()}
+
+    work = torch.randn(4096, 4096, device=ours.patcher.load_device)
+    for i in range(20):
+        encode(ours, f"warm {i % 3} " * (i % 3 * 30 + 1))
+    start = used_mb()
+    first = encode(ours, "kept")[0].clone()
+    for i in range(200):
+        work @ work
+        encode(ours, f"number {i} " * (i % 3 * 30 + 1))
+    found["growth_mb"] = used_mb() - start
+    found["stable"] = torch.equal(first, encode(ours, "kept")[0])
+    del work
+    before = used_mb()
+    management.unload_all_models()
+    found["freed_mb"] = before - used_mb()
+    found["after_mb"] = used_mb() - found["before_mb"]
+    found["same_after_unload"] = torch.equal(encode(ours)[0], got[0])
+    found["reload_ms"] = once_ms(lambda: (management.unload_all_models(), encode(ours)))[0]
+    management.unload_all_models()
+    return found
+
+
+def _engines_ms(service: Any) -> dict[str, float]:
+    found = {}
+    for name, served in service.served.items():
+        spec = served.source.spec
+        x = torch.zeros(2, spec.positions, spec.width, device=service.device)
+        with torch.inference_mode(False), torch.no_grad():
+            served.accelerated.attempt(x)
+            found[name] = median_ms(lambda served=served, x=x: served.accelerated.attempt(x))
+    return found
+
+
+def main() -> None:
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "dynamic": bool(DYNAMIC),
+        "options": sys.argv[1:],
+    }
+    with torch.inference_mode():
+        for name, clip in sd1_and_sdxl().items():
+            result[name] = measure(name, clip)
+    print("RESULT " + json.dumps(result))
+
+
+main()
