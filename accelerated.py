@@ -628,11 +628,21 @@ class AcceleratedEncoder:
             self._sets.clear()
             return freed
 
-    def resume(self) -> None:
-        """Load what `rest` put away; the host serves while there is no memory for it."""
+    def resume(self) -> bool:
+        """Load what `rest` put away; the host serves while there is no memory for it.
+
+        True if there was something to load.
+        """
         with self._lock:
-            if not self._closed:
+            resting = self._resting is not None and not self._closed
+            if resting:
                 self._wake()
+            return resting
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves, or will once `rest` is over; False while the host does."""
+        return (self._serving or self._resting) is not None
 
     def _wake(self) -> None:
         if (resting := self._resting) is None:

@@ -3,7 +3,7 @@
 """The cache folder: look up, write, lock, prune.
 
     <root>/checkpoints/<key>.safetensors + <key>.json
-    <root>/plans/<key>.plan              + <key>.json
+    <root>/plans/<key>.plan              + <key>.json, <key>.<gpu and versions>.kernels
     <root>/locks/<key>.lock, commit.lock
 
 A read is suspicious: length and SHA-256 are checked; what fails is removed and built again.
@@ -35,6 +35,7 @@ from .manifest import SUFFIXES, DamagedError, ForeignError, Manifest, manifest_f
 
 logger = logging.getLogger(__name__)
 
+KERNELS = ".kernels"  # what TensorRT compiled at run time for a plan, beside it (trt/session.py)
 DEFAULT_BUDGET_BYTES = 20 * 2**30
 GRACE_S = 600.0  # a write never evicts what was used within this time: its job may still need it
 COMMIT_WAIT_S = 60.0
@@ -334,6 +335,8 @@ class EngineCache:
                     return False
                 artifact.unlink(missing_ok=True)
                 sidecar.unlink(missing_ok=True)
+                for kernels in artifact.parent.glob(f"{doomed.key}.*{KERNELS}"):
+                    kernels.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     path.unlink()
         except LockedError:
@@ -436,9 +439,11 @@ class EngineCache:
         """What there is of ours, by kind and key: sizes added, `last_use` that of the manifest."""
         found: dict[tuple[Kind, str], Doomed] = {}
         for kind, folder in _FOLDERS.items():
-            ours = re.compile(rf"({KEY_PATTERN})({re.escape(SUFFIXES[kind])}|\.json)")
+            ours = re.compile(
+                rf"({KEY_PATTERN})({re.escape(SUFFIXES[kind])}|\.json|\..+{re.escape(KERNELS)})"
+            )
             with contextlib.suppress(OSError):
-                for path in sorted((self.root / folder).iterdir()):  # .json before the artifact
+                for path in sorted((self.root / folder).iterdir()):
                     if (name := ours.fullmatch(path.name)) is None or not path.is_file():
                         continue
                     with contextlib.suppress(OSError):
@@ -446,6 +451,8 @@ class EngineCache:
                         other = found.get(at)
                         size = stat.st_size + (other.size_bytes if other else 0)
                         last_use = other.last_use if other else stat.st_mtime
+                        if path.suffix == ".json":
+                            last_use = stat.st_mtime
                         found[at] = Doomed(kind, name[1], size, last_use)
         return found
 

@@ -21,8 +21,10 @@ import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache as remember
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -159,6 +161,7 @@ class Source:
     ) -> None:
         self.name, self.spec, self.device = name, spec, device
         self.prefix = f"{name}.transformer."
+        self.shapes = spec.tensors()
         self._transformer = weakref.ref(transformer)
         self._patcher: Callable[[], Any] = lambda: None
         self.projection_shape: tuple[int, int] | None = None
@@ -186,7 +189,7 @@ class Source:
         if convert is not None:
             weight = convert(weight)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
-        shape = self.spec.tensors().get(name)
+        shape = self.shapes.get(name)
         if (
             type(weight) not in (Tensor, nn.Parameter)
             or weight.dtype not in _READABLE
@@ -207,13 +210,15 @@ class Source:
 class Served:
     """One sub-encoder with its engine, its state and the reason whenever PyTorch answers."""
 
-    def __init__(self, source: Source, accelerated: AcceleratedEncoder) -> None:
+    def __init__(
+        self, source: Source, accelerated: AcceleratedEncoder, transformer: nn.Module
+    ) -> None:
         self.source, self.accelerated = source, accelerated
+        self.parts = [weakref.ref(m) for m in transformer.modules() if m is not transformer]
         self.why_host = ""  # why the last call was answered by PyTorch; "" if an engine did
         self.broken = ""  # a fault that keeps PyTorch in service
         self.prepared = False
         self._digests: OrderedDict[uuid.UUID, str | None] = OrderedDict()
-        self._sets: dict[str, dict[str, Tensor]] = {}
 
     @property
     def name(self) -> str:
@@ -225,43 +230,44 @@ class Served:
     @property
     def has_engine(self) -> bool:
         """Whether an engine answers (or will, once it is loaded again)."""
-        return self.prepared and not self.broken and self.report().engine != "host"
+        return self.prepared and not self.broken and self.accelerated.has_engine
 
     def patched(self, patcher: Any) -> Patched | None:
         """The weights under the patches of `patcher`, or None where those change nothing here."""
-        relevant = self._relevant(patcher)
-        if not relevant:
+        if not patcher.patches:
             return None
-        identity = self._digests.get(patcher.patches_uuid)
-        if identity is None:
-            identity = _digest(relevant)
-            self._digests[patcher.patches_uuid] = identity
+        key = patcher.patches_uuid  # another one after every change of the patches
+        if key not in self._digests:
+            relevant = _relevant(self.source, patcher)
+            self._digests[key] = _digest(relevant) if relevant else None
             while len(self._digests) > KEPT_DIGESTS:
                 self._digests.popitem(last=False)
-        return Patched(identity, _PatchedWeights(self.source, relevant))
+        identity = self._digests[key]
+        return (
+            None if identity is None else Patched(identity, _PatchedWeights(self.source, patcher))
+        )
 
-    def _relevant(self, patcher: Any) -> dict[str, list[Any]]:
-        """Canonical name -> the patches over it that an engine's weights depend on."""
-        found: dict[str, list[Any]] = {}
-        if not patcher.patches:
-            return found
-        prefix, names = self.source.prefix, self.source.spec.tensors()
-        for key, patches in patcher.patches.items():
-            name = key.removeprefix(prefix)
-            # Embeddings come from ComfyUI with their patches in them, so the table is left out.
-            if name is key or name not in names or name == TOKENS:
-                continue
-            active = [p for p in patches if not (p[0] == 0 and p[2] == 1)]
-            if active:
-                found[name] = active
-        return found
+
+def _relevant(source: Source, patcher: Any) -> dict[str, list[Any]]:
+    """Canonical name -> the patches of `patcher` that an engine's weights depend on."""
+    found: dict[str, list[Any]] = {}
+    for key, patches in patcher.patches.items():
+        name = key.removeprefix(source.prefix)
+        # Embeddings come from ComfyUI with their patches in them, so the table is left out.
+        if name in (key, TOKENS) or name not in source.shapes:
+            continue
+        active = [p for p in patches if not (p[0] == 0 and p[2] == 1)]
+        if active:
+            found[name] = active
+    return found
 
 
 class _PatchedWeights:
     """`read` with LoRA and merges applied in FP32 by ComfyUI's own code; each is made once."""
 
-    def __init__(self, source: Source, patches: Mapping[str, list[Any]]) -> None:
-        self._source, self._patches = source, patches
+    def __init__(self, source: Source, patcher: Any) -> None:
+        self._source, self._patcher = source, patcher
+        self._patches: dict[str, list[Any]] | None = None
         self._made: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
@@ -271,6 +277,8 @@ class _PatchedWeights:
 
     def _make(self, name: str) -> Tensor:
         base, device = self._source.read(name), self._source.device
+        if self._patches is None:
+            self._patches = _relevant(self._source, self._patcher)
         if name not in self._patches:
             return base if name == TOKENS else base.to(device)
         weight = base.to(device=device, dtype=torch.float32, copy=True)
@@ -282,11 +290,16 @@ class _PatchedWeights:
 
 def _digest(patches: Mapping[str, list[Any]]) -> str:
     """A digest of what the patches do: their tensors' bytes, strengths and kinds."""
-    digest = hashlib.sha256()
-    for name in sorted(patches):
-        digest.update(name.encode())
+
+    def one(name: str) -> bytes:
+        digest = hashlib.sha256(name.encode())
         _feed(digest, patches[name])
-    return digest.hexdigest()
+        return digest.digest()
+
+    # hashlib lets go of the interpreter's lock: a LoRA of 100 MB takes some 20 ms.
+    with ThreadPoolExecutor(8) as threads:
+        parts = list(threads.map(one, sorted(patches)))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _feed(digest: Any, value: Any) -> None:
@@ -337,7 +350,7 @@ class Seam:
         return result
 
 
-def _foreign(transformer: nn.Module, patcher: Any, prefix: str) -> str:
+def _foreign(transformer: nn.Module, patcher: Any, served: Served) -> str:
     """What changes this encoder other than through `patcher.patches`; "" if nothing does."""
     if patcher.current_hooks is not None or patcher.forced_hooks is not None or patcher.hook_backup:
         return "hooks are active on this CLIP"
@@ -346,16 +359,23 @@ def _foreign(transformer: nn.Module, patcher: Any, prefix: str) -> str:
         return f"other patches are injected into this CLIP ({', '.join(map(str, others))})"
     for kind in (patcher.object_patches, patcher.weight_wrapper_patches):
         for key in kind:
-            if key.startswith(prefix):
+            if key.startswith(served.source.prefix):
                 return f"another node patches {key}"
-    for module in transformer.modules():
-        if module is not transformer and (
-            "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
-        ):
+    for part in served.parts:
+        module = part()
+        if module is not None and _is_changed(module):
             return f"another node replaced the forward of a {type(module).__name__}"
     if transformer._forward_pre_hooks:
         return "another node hooks into the encoder"
     return ""
+
+
+def _is_changed(module: nn.Module) -> bool:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    forward = module.__dict__.get("forward")
+    # A bypass LoRA that has left puts the class's own method back, onto the instance.
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _is_loaded(patcher: Any) -> bool:
@@ -382,6 +402,8 @@ class Service:
         self.model = weakref.ref(model)
         self.nodes: OrderedDict[str, None] = OrderedDict()  # our nodes that show this CLIP
         self.speed_up: float | None = None  # as 'FP8 Report' measured it
+        self._vram_bytes: int | None = None
+        self._shapes: set[Any] = set()  # requests that were served since the memory was counted
         self.served: dict[str, Served] = {}
         self.unknown: dict[str, str] = {}  # sub-encoder -> what it is
         device, packages = facts(self.device)
@@ -405,7 +427,7 @@ class Service:
                 device=device,
                 packages=packages,
             )
-            self.served[name] = Served(source, accelerated)
+            self.served[name] = Served(source, accelerated, encoder.transformer)
         self.companion = Companion(self) if self.served else None
 
     # -- serving
@@ -419,7 +441,7 @@ class Service:
             served.broken
             or ("the call is not one that Octavo knows" if call is None else "")
             or ("" if _is_loaded(patcher) else "another clone of this CLIP is loaded")
-            or _foreign(transformer, patcher, served.source.prefix)
+            or _foreign(transformer, patcher, served)
         )
         if served.why_host or call is None:
             return None
@@ -433,6 +455,7 @@ class Service:
                 if first:
                     self.prepare(served)
                 result = served.accelerated.attempt(call.embeds, call.mask, patched)
+                self._count(served, call.embeds.shape, patched)
                 if result is None:
                     served.why_host = self._why_host(served, patched)
                     return None
@@ -459,6 +482,15 @@ class Service:
         management.throw_exception_if_processing_interrupted()
         return states
 
+    def _count(self, served: Served, shape: Any, patched: Patched | None) -> None:
+        """Count the memory again after the first request of its kind: a graph, a set of weights."""
+        kind = (served.name, tuple(shape), patched.identity if patched else None)
+        if kind not in self._shapes:
+            if len(self._shapes) > 256:
+                self._shapes.clear()
+            self._shapes.add(kind)
+            self._vram_bytes = None
+
     def _why_host(self, served: Served, patched: Patched | None) -> str:
         report = served.report()
         if report.engine == "host":
@@ -475,6 +507,7 @@ class Service:
             with torch.inference_mode(False), torch.no_grad():
                 each.accelerated.prepare()
             each.prepared = True
+        self.memory_changed()
         self.show()
 
     # -- what a person sees
@@ -534,9 +567,8 @@ class Service:
         model = self.model()
         if model is None or patcher.model is not model:
             return  # a clone over another module (SelectCLIPDevice): that one stays PyTorch
-        found = sub_encoders(model)
         for name, served in self.served.items():
-            transformer = found[name].transformer
+            transformer = cast(Any, model.get_submodule(name)).transformer
             there = transformer.__dict__.get("forward")
             if there is None or isinstance(there, Seam):
                 transformer.__dict__["forward"] = Seam(self, served, transformer, patcher)
@@ -544,21 +576,19 @@ class Service:
                 served.why_host = "another node replaced the encoder's forward"
 
     def eject(self, patcher: Any) -> None:
-        for encoder in sub_encoders(patcher.model).values():
-            if isinstance(encoder.transformer.__dict__.get("forward"), Seam):
-                del encoder.transformer.__dict__["forward"]
+        for name in self.served:
+            # Whoever injected it: without it PyTorch answers, which is never wrong.
+            with suppress(AttributeError):
+                transformer = patcher.model.get_submodule(name).transformer
+                if isinstance(transformer.__dict__.get("forward"), Seam):
+                    del transformer.__dict__["forward"]
 
     def keep_off(self, patcher: Any) -> None:
-        """Keep PyTorch's copy of the weights off the GPU while engines serve all of `patcher`.
+        """Load no more of `patcher` than is needed while engines serve all of it.
 
-        ComfyUI's dynamic loading does that by itself: what is not run is not loaded. The older
-        ModelPatcher loads everything, so its `partially_load` is told that there is no room: the
-        weights stay in RAM and are still right where PyTorch is asked after all. The embeddings,
-        which ComfyUI looks up at each prompt, move to the GPU.
+        ComfyUI prepares all weights anew before every encode, which takes longer than the encode.
         """
-        if patcher.is_dynamic() or management.is_device_cpu(patcher.load_device):
-            return
-        if "partially_load" in patcher.__dict__:
+        if "partially_load" in patcher.__dict__ or not hasattr(patcher, "partially_load"):
             return
         ours = weakref.ref(patcher)
 
@@ -566,6 +596,13 @@ class Service:
             patcher: Any = ours()
             forced = kwargs.get("force_patch_weights") or (len(args) > 1 and args[1])
             if forced or not self.serves_all(patcher):
+                return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
+            if _is_prepared(patcher, device_to):
+                with patcher.use_ejected(skip_and_inject_on_exit_only=True):
+                    patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
+                    patcher.patch_model(load_weights=False)
+                return 0
+            if patcher.is_dynamic() or management.is_device_cpu(device_to):
                 return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
             return _load_embeddings_only(patcher, device_to)
 
@@ -583,7 +620,14 @@ class Service:
 
     @property
     def vram_bytes(self) -> int:
-        return sum(s.accelerated.vram_bytes for s in self.served.values())
+        """Device memory of all engines; ComfyUI asks several times per prompt, so it is kept."""
+        if self._vram_bytes is None:
+            self._vram_bytes = sum(s.accelerated.vram_bytes for s in self.served.values())
+        return self._vram_bytes
+
+    def memory_changed(self) -> None:
+        self._vram_bytes = None
+        self._shapes.clear()
 
     def close(self) -> None:
         for served in self.served.values():
@@ -612,18 +656,36 @@ def _line(served: Served) -> str:
     return ", ".join(parts)
 
 
+@remember
 def _half_bytes(spec: ClipSpec) -> int:
     """What PyTorch keeps for it in 16 bit, without the token table that stays in use."""
     sizes = (torch.Size(shape).numel() for name, shape in spec.tensors().items() if name != TOKENS)
     return 2 * sum(sizes)
 
 
+def _is_prepared(patcher: Any, device: Any) -> bool:
+    """Whether the module is as an earlier load for the same patches left it."""
+    model = patcher.model
+    if model.current_weight_patches_uuid != patcher.patches_uuid or model.device != device:
+        return False
+    # What was unloaded since has 0 here: dynamic loading keeps the small weights in, the embeddings
+    # are what `_load_embeddings_only` keeps.
+    return bool(model.model_loaded_weight_memory > 0) and (
+        patcher.is_dynamic() or bool(model.model_lowvram)
+    )
+
+
 def _load_embeddings_only(patcher: Any, device: Any) -> Any:
-    """ModelPatcher.partially_load with no room for weights; then the embeddings alone."""
+    """ModelPatcher.partially_load with no room for weights; then the embeddings alone.
+
+    Dynamic loading keeps what is not run off the GPU by itself. The older ModelPatcher loads all of
+    it; told that there is no room, it leaves the weights in RAM, still right where PyTorch is asked
+    after all. The embeddings, which ComfyUI looks up at each prompt, move to the GPU.
+    """
     model = patcher.model
     if not model.model_lowvram and model.model_loaded_weight_memory > 0:
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
-    # Pinning would copy gigabytes for weights that nobody asks for.
+    # Pinning would register gigabytes that nobody asks for.
     patcher.pin_weight_to_device = lambda key: None
     try:
         type(patcher).partially_load(patcher, device, 0.1)
@@ -679,11 +741,17 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
     ) -> int:
         before = self.loaded_size()
         for served in self._served():
-            if served.has_engine:
+            if served.prepared and not served.broken:
                 with torch.inference_mode(False), torch.no_grad():
-                    served.accelerated.resume()
+                    if served.accelerated.resume():
+                        self._changed()
         self.model.device = device_to
         return self.loaded_size() - before
+
+    def _changed(self) -> None:
+        service = self._service()
+        if service is not None:
+            service.memory_changed()
 
     def partially_unload(
         self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
@@ -694,6 +762,7 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
             if freed >= memory_to_free:
                 break
             freed += served.accelerated.rest()
+        self._changed()
         return freed
 
     def detach(self, unpatch_all: bool = True) -> Any:

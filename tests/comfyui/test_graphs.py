@@ -221,6 +221,11 @@ def test_bypass_lora_is_pytorch(server: Server) -> None:
     state = server.state(clip, graph.encode(clip, "a dog"), graph)
     assert "bypass_lora" in state["served"]["clip_l"]["why_host"]
     assert_alike(server, "bypass-plain", "bypass-ours", exact=True)
+    # It leaves its marks on the modules, and the engine serves the next prompt all the same.
+    after = Graph()
+    ours = after.octavo(after.clip("sd1"))
+    state = server.state(ours, after.encode(ours, "a cat after all"), after)
+    assert state["served"]["clip_l"] == {"engine": "torch_fp8", "why_host": ""}
 
 
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
@@ -249,9 +254,11 @@ def test_hooks_are_pytorch(server: Server, family: str, schedule: bool) -> None:
     key = f"hooks-{family}-{schedule}"
     both(graph, base, key, make)
     after = graph.octavo(base)
-    graph.keep(graph.encode(after, "a cat"), f"{key}-after")
+    unhooked = graph.encode(after, "a cat")
+    graph.keep(unhooked, f"{key}-after")
     graph.keep(graph.encode(base, "a cat"), f"{key}-base")
-    server.run(graph)
+    state = server.state(after, unhooked, graph)
+    assert all(not s["why_host"] for s in state["served"].values()), state
     assert_alike(server, f"{key}-plain", f"{key}-ours", exact=True)
     assert_alike(server, f"{key}-base", f"{key}-after")
     if schedule:
@@ -267,7 +274,7 @@ def test_merges_and_multiplied_attention(server: Server) -> None:
         "add": lambda c: graph.add("CLIPMergeAdd", clip1=c, clip2=two),
         "subtract": lambda c: graph.add("CLIPMergeSubtract", clip1=c, clip2=two, multiplier=0.3),
         "attention": lambda c: graph.add(
-            "CLIPAttentionMultiply", clip=c, q=1.2, k=0.9, v=1.1, out=0.8
+            "CLIPAttentionMultiply", clip=c, q=1.8, k=1.5, v=1.4, out=0.4
         ),
     }
     for name, make in makers.items():
@@ -280,9 +287,17 @@ def test_merges_and_multiplied_attention(server: Server) -> None:
         graph.keep(graph.encode(merged, "a cat"), f"merge-second-{name}")
     graph.keep(graph.encode(one, "a cat"), "merge-none")
     server.run(graph)
+    states = {}
+    for name, make in makers.items():
+        again = make(graph.octavo(one))
+        states[name] = server.state(again, graph.encode(again, f"a dog {name}"), graph)
     base = server.kept("merge-none")["0.cond"]
     for name in makers:
-        assert_alike(server, f"merge-{name}-plain", f"merge-{name}-ours")
+        # A sum of two encoders is far from either: FP8 may miss the floor, PyTorch answers then.
+        state = states[name]["served"]["clip_l"]["why_host"]
+        exact = "patched weights" in state
+        assert exact or not state, (name, state)
+        assert_alike(server, f"merge-{name}-plain", f"merge-{name}-ours", exact=exact)
         assert_alike(server, f"merge-{name}-before", f"merge-{name}-ours", exact=True)
         assert float(cosines(base, server.kept(f"merge-{name}-ours")["0.cond"]).min()) < 0.98, name
     assert_alike(server, "merge-second-plain", "merge-second-ours", exact=True)

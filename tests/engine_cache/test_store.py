@@ -289,3 +289,16 @@ def test_the_folder_may_go_at_any_time(cache: EngineCache, stored: Entry, plan_k
         shutil.rmtree(cache.root)
     cache.put("plan", plan_key(), lambda file: file.write(b"x"))
     assert cache.get("plan", plan_key()) is not None
+
+
+def test_compiled_kernels_are_counted_and_go_with_their_plan(
+    cache: EngineCache, stored: Entry
+) -> None:
+    before = cache.plan_prune(0)
+    beside = stored.path.with_name(f"{stored.manifest.key}.RTX-4090-580.10-1.7.1.kernels")
+    beside.write_bytes(b"k" * 5000)
+    plan = cache.plan_prune(0)
+    assert plan.freed_bytes == before.freed_bytes + 5000
+    assert plan.goes[0].last_use == before.goes[0].last_use
+    plan.execute()
+    assert not beside.exists() and cache.get("plan", stored.manifest.key) is None

@@ -163,8 +163,8 @@ def measure(name: str, plain: Any) -> dict[str, Any]:
     found["why_host"] = {n: s.why_host for n, s in service.served.items()}
 
     work = torch.randn(4096, 4096, device=ours.patcher.load_device)
-    for i in range(20):
-        encode(ours, f"warm {i % 3} " * (i % 3 * 30 + 1))
+    for i in range(20):  # every batch size and scratch buffer once
+        encode(ours, f"number {i} " * (i % 3 * 30 + 1))
     start = used_mb()
     first = encode(ours, "kept")[0].clone()
     for i in range(200):
@@ -207,4 +207,5 @@ def main() -> None:
     print("RESULT " + json.dumps(result))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 Accelerate = Callable[..., Any]
 IDS = torch.tensor([[49406, 320, 1125, 539, 320, 2368, *[49407] * 71]])
+ADAPTED = (0.985, 0.93)  # a LoRA strong enough to be told from FP8's rounding, 32 values wide
 LINEARS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -77,7 +78,7 @@ def lora(pipe: Any, seed: int, *, kohya: bool = False, alpha: float = 4.0) -> di
             for leaf in LINEARS:
                 out, inner = core.get_submodule(f"encoder.layers.{i}.{leaf}").weight.shape
                 down = torch.randn(4, inner, generator=random) * inner**-0.5
-                up = torch.randn(out, 4, generator=random) * 0.3
+                up = torch.randn(out, 4, generator=random) * 0.2
                 path = f"text_model.encoder.layers.{i}.{leaf}"
                 if kohya:
                     te = "lora_te" if len(encoders(pipe)) == 1 else f"lora_te{n + 1}"
@@ -107,7 +108,7 @@ def test_lora(name: str, kohya: bool, accelerate: Accelerate) -> None:
         before = [served(m) for m in encoders(pipe)]
         got = embeddings(pipe)
         assert all(served(m) > n for m, n in zip(encoders(pipe), before, strict=True))
-        assert_close(expected_embeddings(pipe), got, 0.985, 0.93)
+        assert_close(expected_embeddings(pipe), got, *ADAPTED)
         assert differs(base, got) is (same_as is not base)
         if same_as is not None:
             assert_same(same_as, got)
@@ -164,10 +165,10 @@ def test_fused_lora(accelerate: Accelerate) -> None:
         unfused = embeddings(pipe)
         pipe.fuse_lora(lora_scale=scale)
         fused = embeddings(pipe)
-        assert_close(expected_embeddings(pipe), fused)
+        assert_close(expected_embeddings(pipe), fused, *ADAPTED)
         assert differs(fused, unfused) is (scale != 1.0)
         pipe.unload_lora_weights()  # the weights keep it
-        assert_close(expected_embeddings(pipe), embeddings(pipe))
+        assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
         assert differs(base, embeddings(pipe))
         for (name, tensor), old in zip(
             encoders(pipe)[0].state_dict().items(), weights.values(), strict=True
@@ -179,10 +180,10 @@ def test_fused_lora(accelerate: Accelerate) -> None:
     pipe.load_lora_weights(lora(pipe, 1))
     pipe.fuse_lora()
     pipe.disable_lora()  # the first request unfuses, in PEFT's own forward
-    assert_close(expected_embeddings(pipe), embeddings(pipe))
+    assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
     pipe.enable_lora()
     pipe.unfuse_lora()
-    assert_close(expected_embeddings(pipe), embeddings(pipe))
+    assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
 
 
 def test_accelerate_with_a_lora_in_place(accelerate: Accelerate) -> None:
@@ -417,7 +418,7 @@ def test_added_tokens_leave_the_checkpoint_alone(accelerate: Accelerate) -> None
 def model_offload(pipe: Any) -> None:
     """`enable_model_cpu_offload`; diffusers calls it again itself and must find a device then."""
     kind = type(pipe)
-    pipe.enable_model_cpu_offload = lambda: kind.enable_model_cpu_offload(pipe, device="cpu")
+    pipe.enable_model_cpu_offload = lambda **_: kind.enable_model_cpu_offload(pipe, device="cpu")
     pipe.enable_model_cpu_offload()
 
 
@@ -497,7 +498,7 @@ def test_lora_under_offload(accelerate: Accelerate) -> None:
         pipe.load_lora_weights(lora(pipe, 1))
         got = embeddings(pipe)
         assert differs(base, got)
-        assert_close(expected_embeddings(pipe), got)
+        assert_close(expected_embeddings(pipe), got, *ADAPTED)
         pipe.unload_lora_weights()
         assert_same(base, embeddings(pipe))
         without_hooks(pipe)
@@ -582,9 +583,18 @@ def test_saved_and_copied(accelerate: Accelerate, tmp_path: Path) -> None:
     octavo.restore(twin)
     assert_same(got, embeddings(pipe))
 
-    module = pickle.loads(pickle.dumps(pipe.text_encoder))
-    assert served(module) == 0
-    assert_same(eager(pipe.text_encoder), states(module))
+
+def test_pickled(accelerate: Accelerate) -> None:
+    module = accelerate(tiny.clip_text(32))
+    with torch.no_grad():
+        got = module(IDS).last_hidden_state
+        twin = pickle.loads(pickle.dumps(module))
+        assert served(twin) == 0
+        with plain(module):
+            assert_same(module(IDS).last_hidden_state, twin(IDS).last_hidden_state)
+        assert_same(got, module(IDS).last_hidden_state)
+        accelerate(twin)
+        assert_same(got, twin(IDS).last_hidden_state)
 
 
 @pytest.mark.parametrize("offload", [model_offload, sequential_offload])
@@ -756,7 +766,7 @@ def test_sequence(accelerate: Accelerate) -> None:
 
     def step(name: str, *args: Any, **options: Any) -> None:
         got = embeddings(pipe, *args, **options)
-        assert_close(expected_embeddings(pipe, *args, **options), got, 0.985, 0.93)
+        assert_close(expected_embeddings(pipe, *args, **options), got, *ADAPTED)
         if name in answers:
             assert_same(answers[name], got)
         answers.setdefault(name, [t.clone() for t in got])

@@ -20,6 +20,7 @@ import hashlib
 import json
 import struct
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -537,6 +538,7 @@ class RuntimeCache(_Object):
         if not self.busy.acquire(blocking=False):
             raise self.world.broken("a runtime cache is used by two threads")
         try:
+            time.sleep(0.005)  # long enough to be caught by a second thread
             kernels = sorted(self.kernels)
             return memoryview(json.dumps({"of": self.world.version, "kernels": kernels}).encode())
         finally:

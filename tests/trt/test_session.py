@@ -156,7 +156,7 @@ def test_results_are_those_of_onnx_runtime_bit_for_bit(
 ) -> None:
     model = model_of(body, mask)
     with opened(world, model) as session:
-        for batch in (1, 2, 16, 17, 40):
+        for batch in (1, 2, 16, 17, 40) if body == "float16" else (1, 17):
             embeds = prompts(batch)
             rows = torch.ones(batch, POSITIONS, dtype=torch.bool) if mask else None
             if rows is not None:
@@ -727,10 +727,9 @@ def test_twenty_loads_leave_nothing(world: World) -> None:
         if turn % 2:
             session.close()
         del session
-        gc.collect()
+        clean(world)
     assert world.memory == blocks
     assert world.calls["engine"] == 20
-    clean(world)
 
 
 # What only TensorRT for RTX has, and the full TensorRT without it
@@ -778,6 +777,22 @@ def test_kernels_are_compiled_once_per_machine(world: World, tmp_path: Path) -> 
     assert world.compiled == [1, 16, 2, 1]
     assert len(kernels(tmp_path)) == 2
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_kernels_are_kept_by_one_thread_at_a_time(world: World, tmp_path: Path) -> None:
+    place = world.place()
+
+    def work(index: int) -> None:
+        with place.on(Stream(0x9000 + index)):
+            for turn in range(4):
+                session.encode(prompts(1 + index + 4 * turn))
+
+    options = {"runtime_cache": tmp_path / "tiny.plan"}
+    with opened(world, place=place, **options) as session, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    with opened(world, place=place, **options) as session:
+        session.encode(prompts(16))
+    assert sorted(world.compiled) == list(range(1, 17))
 
 
 @pytest.mark.parametrize(
