@@ -30,6 +30,7 @@ class Environment(io.ComfyNode):  # type: ignore[misc]
                 ),
             ],
             outputs=[io.String.Output(display_name="text")],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -39,7 +40,8 @@ class Environment(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, cache: str) -> io.NodeOutput:
-        from ..hosts.comfy import environment
+        from ..hosts.comfy import environment, send_text
 
         text = environment(verify=cache == "verify")
+        send_text(text, cls.hidden.unique_id)
         return io.NodeOutput(text, ui=ui.PreviewText(text))

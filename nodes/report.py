@@ -46,16 +46,18 @@ class Report(io.ComfyNode):  # type: ignore[misc]
                 io.Image.Output(display_name="picture", tooltip="Heat map and latency bars."),
                 io.String.Output(display_name="text", tooltip="The tables."),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, clip: Any, prompts: str, repeats: int) -> io.NodeOutput:
-        from ..hosts.comfy import compare
+        from ..hosts.comfy import compare, send_text
         from .picture import draw
 
         lines = [line for line in prompts.splitlines() if line.strip()][:16] or [""]
         comparison = compare(clip, lines, repeats)
         text, picture = comparison.text(), draw(comparison.rows)
+        send_text(text, cls.hidden.unique_id)
         preview = ui.PreviewImage(picture, cls=cls).as_dict()
         return io.NodeOutput(picture, text, ui={"text": (text,), **preview})

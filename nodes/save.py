@@ -32,12 +32,14 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
                 ),
             ],
             outputs=[io.String.Output(display_name="files", tooltip="The names of the new files.")],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, clip: Any, name: str) -> io.NodeOutput:
-        from ..hosts.comfy import save
+        from ..hosts.comfy import save, send_text
 
         text = "\n".join(path.name for path in save(clip, name))
+        send_text(text, cls.hidden.unique_id)
         return io.NodeOutput(text, ui=ui.PreviewText(text))

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 Accelerate = Callable[..., Any]
 IDS = torch.tensor([[49406, 320, 1125, 539, 320, 2368, *[49407] * 71]])
-ADAPTED = (0.985, 0.93)  # a LoRA strong enough to be told from FP8's rounding, 32 values wide
 LINEARS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -108,7 +107,7 @@ def test_lora(name: str, kohya: bool, accelerate: Accelerate) -> None:
         before = [served(m) for m in encoders(pipe)]
         got = embeddings(pipe)
         assert all(served(m) > n for m, n in zip(encoders(pipe), before, strict=True))
-        assert_close(expected_embeddings(pipe), got, *ADAPTED)
+        assert_close(expected_embeddings(pipe), got)
         assert differs(base, got) is (same_as is not base)
         if same_as is not None:
             assert_same(same_as, got)
@@ -165,10 +164,10 @@ def test_fused_lora(accelerate: Accelerate) -> None:
         unfused = embeddings(pipe)
         pipe.fuse_lora(lora_scale=scale)
         fused = embeddings(pipe)
-        assert_close(expected_embeddings(pipe), fused, *ADAPTED)
+        assert_close(expected_embeddings(pipe), fused)
         assert differs(fused, unfused) is (scale != 1.0)
         pipe.unload_lora_weights()  # the weights keep it
-        assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
+        assert_close(expected_embeddings(pipe), embeddings(pipe))
         assert differs(base, embeddings(pipe))
         for (name, tensor), old in zip(
             encoders(pipe)[0].state_dict().items(), weights.values(), strict=True
@@ -180,10 +179,10 @@ def test_fused_lora(accelerate: Accelerate) -> None:
     pipe.load_lora_weights(lora(pipe, 1))
     pipe.fuse_lora()
     pipe.disable_lora()  # the first request unfuses, in PEFT's own forward
-    assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
+    assert_close(expected_embeddings(pipe), embeddings(pipe))
     pipe.enable_lora()
     pipe.unfuse_lora()
-    assert_close(expected_embeddings(pipe), embeddings(pipe), *ADAPTED)
+    assert_close(expected_embeddings(pipe), embeddings(pipe))
 
 
 def test_accelerate_with_a_lora_in_place(accelerate: Accelerate) -> None:
@@ -393,7 +392,7 @@ def test_textual_inversion(accelerate: Accelerate) -> None:
     assert_same(first, embeddings(pipe, "a <one> cat"))
     assert differs(first, embeddings(pipe, "a cat"))
     pipe.unload_textual_inversion("<two>")
-    assert_same(first, embeddings(pipe, "a <one> cat"))
+    assert_close(expected_embeddings(pipe, "a <one> cat"), embeddings(pipe, "a <one> cat"))
     pipe.unload_textual_inversion()
     assert_close(expected_embeddings(pipe, "a cat"), embeddings(pipe, "a cat"))
     assert key is None or octavo.report(pipe)["text_encoder"].checkpoint == key
@@ -455,12 +454,10 @@ def group_offload(kind: str) -> Callable[[Any], None]:
     return apply
 
 
-OFFLOADS = {
-    "model": model_offload,
-    "sequential": sequential_offload,
-    "group, blocks": group_offload("block_level"),
-    "group, leaves": group_offload("leaf_level"),
-}
+OFFLOADS = {"model": model_offload, "sequential": sequential_offload}
+if not diffusers.__version__.startswith("0.36."):  # there it needs a GPU even to stay off it
+    OFFLOADS["group, blocks"] = group_offload("block_level")
+    OFFLOADS["group, leaves"] = group_offload("leaf_level")
 
 
 @pytest.mark.parametrize("kind", OFFLOADS)
@@ -498,7 +495,7 @@ def test_lora_under_offload(accelerate: Accelerate) -> None:
         pipe.load_lora_weights(lora(pipe, 1))
         got = embeddings(pipe)
         assert differs(base, got)
-        assert_close(expected_embeddings(pipe), got, *ADAPTED)
+        assert_close(expected_embeddings(pipe), got)
         pipe.unload_lora_weights()
         assert_same(base, embeddings(pipe))
         without_hooks(pipe)
@@ -766,7 +763,7 @@ def test_sequence(accelerate: Accelerate) -> None:
 
     def step(name: str, *args: Any, **options: Any) -> None:
         got = embeddings(pipe, *args, **options)
-        assert_close(expected_embeddings(pipe, *args, **options), got, *ADAPTED)
+        assert_close(expected_embeddings(pipe, *args, **options), got)
         if name in answers:
             assert_same(answers[name], got)
         answers.setdefault(name, [t.clone() for t in got])
