@@ -12,7 +12,6 @@ the engine then gets those weights. This is the only module that imports `comfy`
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -20,11 +19,8 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache as remember
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -36,16 +32,14 @@ import comfy.sd1_clip
 import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
-from torch import Tensor, nn
+from torch import nn
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Patched
 from ..choose import Packages
 from ..compile import Progress, Report
 from ..device import Device
-from ..encoders import ClipSpec
-from ..encoders.clip import PROJECTION, TOKENS
 from ..engine_cache import EngineCache
-from ..errors import Cancelled, FileError, OctavoError
+from ..errors import Cancelled, OctavoError
 from ..recipes import Floor, load_recipe
 from .comfy_call import answer, parse
 
@@ -86,125 +80,7 @@ class Settings:
         return Floor(self.floor, min(self.floor, recipe.token_min), self.floor)
 
 
-# What a CLIP holds
-
-
-def sub_encoders(model: nn.Module) -> dict[str, Any]:
-    """Path in `model` -> each text encoder ComfyUI runs through SDClipModel ("clip_l", "t5xxl")."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, comfy.sd1_clip.SDClipModel)}
-
-
-def spec_of(transformer: Any) -> ClipSpec | str:
-    """The spec of a CLIP text model, or why it is none, in half a sentence."""
-    own = comfy.clip_model.CLIPTextModel
-    inner: Any = getattr(transformer, "text_model", None)
-    if (
-        type(transformer).forward is not own.forward
-        or type(inner) is not comfy.clip_model.CLIPTextModel_
-    ):
-        return f"a {type(transformer).__name__}, which Octavo does not accelerate yet"
-    layers = inner.encoder.layers
-    first = layers[0]
-    kind = _activation(first.mlp.activation)
-    if kind is None:
-        return "a CLIP with an activation that Octavo does not know"
-    norms = {layer.layer_norm1.eps for layer in layers} | {inner.final_layer_norm.eps}
-    if len(norms) != 1:
-        return "a CLIP whose layer norms differ in eps"
-    tokens, positions = inner.embeddings.token_embedding, inner.embeddings.position_embedding
-    return ClipSpec(
-        layers=len(layers),
-        width=tokens.weight.shape[1],
-        feed_forward=first.mlp.fc1.weight.shape[0],
-        heads=first.self_attn.heads,
-        positions=positions.weight.shape[0],
-        vocabulary=tokens.weight.shape[0],
-        activation=kind,
-        layer_norm_eps=norms.pop(),
-    )
-
-
-def _activation(function: Any) -> Literal["quick_gelu", "gelu"] | None:
-    known = comfy.clip_model.ACTIVATIONS
-    if function is known["quick_gelu"]:
-        return "quick_gelu"
-    return "gelu" if function is known["gelu"] else None
-
-
-def _projects(name: str, encoder: Any, names: set[str]) -> bool:
-    """Whether this encoder's projected pooled vector is used, so that its projection counts.
-
-    SDXL takes it from G alone, and its checkpoints hold none for L: ComfyUI leaves that one
-    uninitialised, and what is different at each start must not enter a key.
-    """
-    if not encoder.options_default[2]:
-        return False
-    return not (name == "clip_l" and "clip_g" in names and "t5xxl" not in names)
-
-
 # One encoder
-
-
-class Source:
-    """The live weights of one sub-encoder, as AcceleratedEncoder wants its host.
-
-    Holds no strong reference to the module: ComfyUI frees a model when its last user lets go.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        transformer: nn.Module,
-        spec: ClipSpec,
-        projects: bool,
-        device: torch.device,
-    ) -> None:
-        self.name, self.spec, self.device = name, spec, device
-        self.prefix = f"{name}.transformer."
-        self.shapes = spec.tensors()
-        self._transformer = weakref.ref(transformer)
-        self._patcher: Callable[[], Any] = lambda: None
-        self.projection_shape: tuple[int, int] | None = None
-        if projects:
-            try:
-                weight = self.read(PROJECTION)
-            except OctavoError:
-                return
-            if bool(torch.isfinite(weight.float()).all()):  # a file without one leaves garbage
-                self.projection_shape = (weight.shape[0], weight.shape[1])
-
-    def look_through(self, patcher: Any) -> None:
-        """Read from now on what lies under the patches of `patcher`."""
-        self._patcher = weakref.ref(patcher)
-
-    def read(self, name: str) -> Tensor:
-        """The unpatched weight: from ComfyUI's backup where a patch lies over it, dequantized."""
-        transformer, patcher = self._transformer(), self._patcher()
-        if transformer is None:
-            raise OctavoError(f"{self.name}: ComfyUI freed this text encoder; load it again.")
-        weight, _, convert = comfy.model_patcher.get_key_weight(transformer, name)
-        kept = None if patcher is None else patcher.backup.get(self.prefix + name)
-        if kept is not None:
-            weight = kept.weight
-        if convert is not None:
-            weight = convert(weight)
-        weight = weight.detach() if isinstance(weight, Tensor) else weight
-        shape = self.shapes.get(name)
-        if (
-            type(weight) not in (Tensor, nn.Parameter)
-            or weight.dtype not in _READABLE
-            or weight.is_meta
-            or (shape is not None and tuple(weight.shape) != shape)
-        ):
-            raise OctavoError(
-                f"{self.name}: {name} is held in a form that Octavo cannot read "
-                f"({type(weight).__name__}, {getattr(weight, 'dtype', 'no dtype')}); "
-                "load the encoder with one of ComfyUI's own loaders."
-            )
-        return weight
-
-    def encode(self, embeds: Tensor, mask: Tensor | None) -> Any:
-        raise NotImplementedError("ComfyUI's own forward is called by the seam")
 
 
 class Served:
@@ -238,91 +114,12 @@ class Served:
             return None
         key = patcher.patches_uuid  # another one after every change of the patches
         if key not in self._digests:
-            relevant = _relevant(self.source, patcher)
-            self._digests[key] = _digest(relevant) if relevant else None
+            relevant = relevant_patches(self.source, patcher)
+            self._digests[key] = digest_of(relevant) if relevant else None
             while len(self._digests) > KEPT_DIGESTS:
                 self._digests.popitem(last=False)
         identity = self._digests[key]
-        return (
-            None if identity is None else Patched(identity, _PatchedWeights(self.source, patcher))
-        )
-
-
-def _relevant(source: Source, patcher: Any) -> dict[str, list[Any]]:
-    """Canonical name -> the patches of `patcher` that an engine's weights depend on."""
-    found: dict[str, list[Any]] = {}
-    for key, patches in patcher.patches.items():
-        name = key.removeprefix(source.prefix)
-        # Embeddings come from ComfyUI with their patches in them, so the table is left out.
-        if name in (key, TOKENS) or name not in source.shapes:
-            continue
-        active = [p for p in patches if not (p[0] == 0 and p[2] == 1)]
-        if active:
-            found[name] = active
-    return found
-
-
-class _PatchedWeights:
-    """`read` with LoRA and merges applied in FP32 by ComfyUI's own code; each is made once."""
-
-    def __init__(self, source: Source, patcher: Any) -> None:
-        self._source, self._patcher = source, patcher
-        self._patches: dict[str, list[Any]] | None = None
-        self._made: dict[str, Tensor] = {}
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
-
-    def _make(self, name: str) -> Tensor:
-        base, device = self._source.read(name), self._source.device
-        if self._patches is None:
-            self._patches = _relevant(self._source, self._patcher)
-        if name not in self._patches:
-            return base if name == TOKENS else base.to(device)
-        weight = base.to(device=device, dtype=torch.float32, copy=True)
-        key = self._source.prefix + name
-        weight = cast(Tensor, comfy.lora.calculate_weight(self._patches[name], weight, key))
-        # Held in 16 bit where ComfyUI itself would hold it so: two passes read each weight.
-        return weight.to(base.dtype) if base.dtype.itemsize == 2 else weight
-
-
-def _digest(patches: Mapping[str, list[Any]]) -> str:
-    """A digest of what the patches do: their tensors' bytes, strengths and kinds."""
-
-    def one(name: str) -> bytes:
-        digest = hashlib.sha256(name.encode())
-        _feed(digest, patches[name])
-        return digest.digest()
-
-    # hashlib lets go of the interpreter's lock: a LoRA of 100 MB takes some 20 ms.
-    with ThreadPoolExecutor(8) as threads:
-        parts = list(threads.map(one, sorted(patches)))
-    return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    elif value is None or isinstance(value, str | int | float | bool | bytes):
-        digest.update(repr(value).encode() + b";")
-    elif isinstance(value, list | tuple | set):
-        items = sorted(value, key=repr) if isinstance(value, set) else value
-        digest.update(f"{type(value).__name__}{len(value)}(".encode())
-        for item in items:
-            _feed(digest, item)
-    elif isinstance(value, dict):
-        _feed(digest, sorted(value.items(), key=lambda item: repr(item[0])))
-    elif isinstance(value, comfy.weight_adapter.WeightAdapterBase):
-        digest.update(type(value).__qualname__.encode())
-        _feed(digest, value.weights)
-    elif callable(value) and hasattr(value, "__qualname__") and "<" not in value.__qualname__:
-        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
-    else:  # unknown: equal to nothing else, so never served from another set
-        digest.update(uuid.uuid4().bytes)
+        return None if identity is None else Patched(identity, PatchedWeights(self.source, patcher))
 
 
 # The seam
@@ -414,7 +211,11 @@ class Service:
                 self.unknown[name] = spec
                 continue
             source = Source(
-                name, encoder.transformer, spec, _projects(name, encoder, set(found)), self.device
+                name,
+                encoder.transformer,
+                spec,
+                uses_projection(name, encoder, set(found)),
+                self.device,
             )
             accelerated = AcceleratedEncoder(
                 source,
@@ -423,7 +224,7 @@ class Service:
                 floor=settings.floors(),
                 cache=cache(),
                 background=settings.background,
-                report=self._progress(),
+                report=self.progress(),
                 device=device,
                 packages=packages,
             )
@@ -526,7 +327,7 @@ class Service:
         for node in self.nodes:
             send_text(text, node)
 
-    def _progress(self) -> Report:
+    def progress(self) -> Report:
         bars: dict[str, Any] = {}
         last: tuple[str, float] = ("", 0.0)
 
@@ -557,7 +358,7 @@ class Service:
         detach_service(patcher)
         patcher.set_injections(KEY, [PatcherInjection(inject=self.inject, eject=self.eject)])
         if self.companion is not None:
-            patcher.set_model_patch(_Models(self.companion), KEY)
+            patcher.set_model_patch(Models(self.companion), KEY)
         patcher.add_callback_with_key(
             CallbacksMP.ON_CLONE, KEY, lambda _, clone: self.keep_off(clone)
         )
@@ -597,14 +398,14 @@ class Service:
             forced = kwargs.get("force_patch_weights") or (len(args) > 1 and args[1])
             if forced or not self.serves_all(patcher):
                 return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
-            if _is_prepared(patcher, device_to):
+            if is_prepared(patcher, device_to):
                 with patcher.use_ejected(skip_and_inject_on_exit_only=True):
                     patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
                     patcher.patch_model(load_weights=False)
                 return 0
             if patcher.is_dynamic() or management.is_device_cpu(device_to):
                 return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
-            return _load_embeddings_only(patcher, device_to)
+            return load_embeddings_only(patcher, device_to)
 
         patcher.partially_load = partially_load
 
@@ -651,139 +452,9 @@ def _line(served: Served) -> str:
     if report.similarity is not None:
         parts.append(f"similarity {report.similarity.token_mean:.4f}")
     if report.vram_bytes:
-        saved = _half_bytes(served.source.spec) - report.vram_bytes
+        saved = half_bytes(served.source.spec) - report.vram_bytes
         parts.append(f"{report.vram_bytes / 1e6:.0f} MB of VRAM ({saved / 1e6:.0f} MB saved)")
     return ", ".join(parts)
-
-
-@remember
-def _half_bytes(spec: ClipSpec) -> int:
-    """What PyTorch keeps for it in 16 bit, without the token table that stays in use."""
-    sizes = (torch.Size(shape).numel() for name, shape in spec.tensors().items() if name != TOKENS)
-    return 2 * sum(sizes)
-
-
-def _is_prepared(patcher: Any, device: Any) -> bool:
-    """Whether the module is as an earlier load for the same patches left it."""
-    model = patcher.model
-    if model.current_weight_patches_uuid != patcher.patches_uuid or model.device != device:
-        return False
-    # What was unloaded since has 0 here: dynamic loading keeps the small weights in, the embeddings
-    # are what `_load_embeddings_only` keeps.
-    return bool(model.model_loaded_weight_memory > 0) and (
-        patcher.is_dynamic() or bool(model.model_lowvram)
-    )
-
-
-def _load_embeddings_only(patcher: Any, device: Any) -> Any:
-    """ModelPatcher.partially_load with no room for weights; then the embeddings alone.
-
-    Dynamic loading keeps what is not run off the GPU by itself. The older ModelPatcher loads all of
-    it; told that there is no room, it leaves the weights in RAM, still right where PyTorch is asked
-    after all. The embeddings, which ComfyUI looks up at each prompt, move to the GPU.
-    """
-    model = patcher.model
-    if not model.model_lowvram and model.model_loaded_weight_memory > 0:
-        patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
-    # Pinning would register gigabytes that nobody asks for.
-    patcher.pin_weight_to_device = lambda key: None
-    try:
-        type(patcher).partially_load(patcher, device, 0.1)
-    finally:
-        del patcher.pin_weight_to_device
-    moved = 0
-    for encoder in sub_encoders(model).values():
-        transformer = encoder.transformer
-        for module in (
-            transformer.text_model.embeddings.token_embedding,
-            transformer.text_model.final_layer_norm,
-            transformer.text_projection,
-        ):
-            module.to(device)
-            moved += sum(int(p.nbytes) for p in module.parameters())
-    model.model_loaded_weight_memory = max(model.model_loaded_weight_memory, moved)
-    return moved
-
-
-# Memory
-
-
-class _EngineModel(nn.Module):
-    """What ComfyUI's lists show for the engines: it has no weights of its own."""
-
-
-class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-ignore]
-    """The engines as a model that ComfyUI counts, loads with the CLIP and frees under pressure."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = weakref.ref(service)
-        offload = management.text_encoder_offload_device()
-        super().__init__(_EngineModel(), load_device=service.device, offload_device=offload, size=1)
-
-    def _served(self) -> list[Served]:
-        service = self._service()
-        return [] if service is None else list(service.served.values())
-
-    def model_size(self) -> int:
-        """Bytes: as measured, or an estimate (FP8 weights) before the engines are there."""
-        estimates = (_half_bytes(s.source.spec) // 2 for s in self._served() if not s.broken)
-        return max(1, sum(estimates), self.loaded_size())
-
-    def loaded_size(self) -> int:
-        service = self._service()
-        return 0 if service is None else service.vram_bytes
-
-    def current_loaded_device(self) -> Any:
-        return self.load_device if self.loaded_size() else self.offload_device
-
-    def partially_load(
-        self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        before = self.loaded_size()
-        for served in self._served():
-            if served.prepared and not served.broken:
-                with torch.inference_mode(False), torch.no_grad():
-                    if served.accelerated.resume():
-                        self._changed()
-        self.model.device = device_to
-        return self.loaded_size() - before
-
-    def _changed(self) -> None:
-        service = self._service()
-        if service is not None:
-            service.memory_changed()
-
-    def partially_unload(
-        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Whole engines go, the largest first, until enough is free."""
-        freed = 0
-        for served in sorted(self._served(), key=lambda s: -s.accelerated.vram_bytes):
-            if freed >= memory_to_free:
-                break
-            freed += served.accelerated.rest()
-        self._changed()
-        return freed
-
-    def detach(self, unpatch_all: bool = True) -> Any:
-        # ComfyUI detaches with False before every load, to load again at once.
-        if unpatch_all:
-            self.partially_unload(self.offload_device, 1e32)
-            self.model.device = self.offload_device
-        return self.model
-
-    def clone(self, *args: Any, **kwargs: Any) -> Companion:
-        return self  # one engine, however many clones of the CLIP
-
-
-class _Models:
-    """How a patcher names models that are loaded with it (ModelPatcher.model_patches_models)."""
-
-    def __init__(self, companion: Companion) -> None:
-        self._companion = companion
-
-    def models(self) -> list[Companion]:
-        return [self._companion]
 
 
 # The entries for the nodes
@@ -900,192 +571,3 @@ def send_text(text: str, node: str) -> None:
         PromptServer.instance.send_progress_text(text, node)
     except (ImportError, AttributeError):  # used as a library, or an older ComfyUI
         log.debug("%s", text)
-
-
-def save(clip: Any, name: str) -> list[Path]:
-    """Write the FP8 checkpoint of each accelerated encoder of `clip`, patches included.
-
-    They go into the first text_encoders folder, under `name` and never over an existing file.
-    Raises OctavoError in one sentence.
-    """
-    import folder_paths
-
-    from ..accelerated import fingerprint_of
-    from ..compile import copy_file, make_checkpoint
-
-    service = service_of(clip)
-    if service is None or not service.served:
-        raise OctavoError(
-            "this CLIP is not served by Octavo; connect it through 'FP8 Text Encoder' first."
-        )
-    folder = Path(folder_paths.get_folder_paths("text_encoders")[0])
-    written = []
-    for served in service.served.values():
-        source = served.source
-        source.look_through(clip.patcher)
-        with torch.inference_mode(False), torch.no_grad():
-            patched = served.patched(clip.patcher)
-            weights: Any = source if patched is None else _As(source, patched.read)
-            entry, _ = make_checkpoint(
-                weights,
-                fingerprint_of(weights, service._progress()),
-                load_recipe(service.settings.recipe),
-                cache(),
-                service._progress(),
-                device=source.device,
-            )
-        target = _free_name(folder, name, served.name)
-        copy_file(entry.path, target)
-        written.append(target)
-    return written
-
-
-class _As:
-    """A source under other weights."""
-
-    def __init__(self, source: Source, read: Callable[[str], Tensor]) -> None:
-        self.name, self.spec, self.device = source.name, source.spec, source.device
-        self.projection_shape, self.read = source.projection_shape, read
-
-
-def _free_name(folder: Path, name: str, encoder: str) -> Path:
-    stem = "".join(c if c.isalnum() or c in "-_. " else "_" for c in name).strip(" .") or "octavo"
-    for count in range(1, 10_000):
-        number = f"_{count:02d}" if count > 1 else ""
-        path = folder / f"{stem[:80]}_{encoder}_fp8{number}.safetensors"
-        if not path.exists():
-            return path
-    raise FileError(folder, f"holds too many files called {stem}", "choose another name")
-
-
-# Side by side
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One prompt through both: cosines of `tokens`, their mean and minimum, of pooled; medians."""
-
-    prompt: str
-    tokens: tuple[float, ...]
-    pooled: float | None
-    pytorch_ms: float
-    octavo_ms: float
-
-    @property
-    def token_mean(self) -> float:
-        return sum(self.tokens) / len(self.tokens)
-
-    @property
-    def token_min(self) -> float:
-        return min(self.tokens)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    rows: tuple[Compared, ...]
-    notes: tuple[str, ...]
-
-    def text(self) -> str:
-        """The tables as plain text."""
-        lines = [
-            *self.notes,
-            "",
-            "token mean  token min  pooled   PyTorch    Octavo  faster  prompt",
-        ]
-        for row in self.rows:
-            pooled = "-" if row.pooled is None else f"{row.pooled:.4f}"
-            faster = row.pytorch_ms / row.octavo_ms if row.octavo_ms else float("nan")
-            lines.append(
-                f"{row.token_mean:10.5f} {row.token_min:10.5f} {pooled:>7} "
-                f"{row.pytorch_ms:7.2f} ms {row.octavo_ms:6.2f} ms {faster:6.1f}x  {row.prompt}"
-            )
-        return "\n".join(lines)
-
-
-def compare(clip: Any, prompts: list[str], repeats: int) -> Comparison:
-    """Each prompt through ComfyUI's PyTorch and through `clip`; raises OctavoError without ours."""
-    service = service_of(clip)
-    if service is None:
-        raise OctavoError(
-            "this CLIP is not served by Octavo; connect it through 'FP8 Text Encoder' first."
-        )
-    plain = _encode_all(without(clip), prompts, repeats)
-    ours = _encode_all(clip, prompts, repeats)
-    rows = []
-    for prompt, (expected, expected_pooled, slow), (got, pooled, fast) in zip(
-        prompts, plain, ours, strict=True
-    ):
-        cosines = _cosines(expected.flatten(0, -2), got.flatten(0, -2))
-        same = None
-        if pooled is not None and expected_pooled is not None:
-            same = _cosines(expected_pooled, pooled)[0]
-        rows.append(Compared(prompt, tuple(cosines), same, slow, fast))
-    slow, fast = (sum(getattr(r, name) for r in rows) for name in ("pytorch_ms", "octavo_ms"))
-    service.speed_up = slow / fast if fast else None
-    service.show()
-    notes = [served.report().text() for served in service.served.values()]
-    notes += [
-        f"{s.name}: answered by PyTorch: {s.why_host}"
-        for s in service.served.values()
-        if s.why_host
-    ]
-    notes += [f"{name}: PyTorch; it is {what}" for name, what in service.unknown.items()]
-    return Comparison(tuple(rows), tuple(notes))
-
-
-def _encode_all(
-    clip: Any, prompts: list[str], repeats: int
-) -> list[tuple[Tensor, Tensor | None, float]]:
-    """(conditioning, pooled, median milliseconds) of each prompt, after one encode to warm up."""
-    results = []
-    for prompt in prompts:
-        tokens = clip.tokenize(prompt)
-        clip.encode_from_tokens(tokens, return_pooled=True)
-        times = []
-        for _ in range(repeats):
-            management.throw_exception_if_processing_interrupted()
-            _wait(clip.patcher.load_device)
-            start = time.perf_counter()
-            cond, pooled = clip.encode_from_tokens(tokens, return_pooled=True)
-            _wait(clip.patcher.load_device)
-            times.append((time.perf_counter() - start) * 1e3)
-        results.append((cond, pooled, sorted(times)[len(times) // 2]))
-    return results
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _cosines(a: Tensor, b: Tensor) -> list[float]:
-    """Cosines of rows; two zero rows are equal (padding, zeroed states)."""
-    a, b = a.double().cpu(), b.double().cpu()
-    cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
-    both_zero = (a.abs().sum(-1) == 0) & (b.abs().sum(-1) == 0)
-    return [float(c) for c in torch.where(both_zero, 1.0, cosine)]
-
-
-def environment(verify: bool = False) -> str:
-    """What `octavo doctor` shows, for this process, with ComfyUI's cache folder."""
-    from ..doctor import examine, text
-
-    store, found = cache(), examine()
-    entries = store.entries()
-    found["cache"] = {
-        "root": str(store.root),
-        "entries": len(entries),
-        "bytes": sum(entry.manifest.length for entry in entries),
-        "budget_bytes": store.budget_bytes,
-        "writable": found["cache"].get("writable", True),
-    }
-    lines = [text(found)]
-    for entry in entries:
-        lines.append(
-            f"  {entry.manifest.kind:10} {entry.manifest.key}  {entry.manifest.length / 1e6:.1f} MB"
-        )
-    if verify:
-        faults = [c for c in store.verify_all() if c.fault]
-        lines.append(f"  checked: {len(entries)} entries, {len(faults)} faults")
-        lines += [f"  {c.kind} {c.key}: {c.fault}" for c in faults]
-    return "\n".join(lines)

@@ -393,7 +393,7 @@ class _Served:
         self._tower: Tower | None = None
         self._host: _Host | None = None
         self._encoder: AcceleratedEncoder | None = None
-        self._settled = False  # the engine is chosen for good
+        self._without_engine = False  # none serves here, nor will one come
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
@@ -465,16 +465,17 @@ class _Served:
             self.close()
             self._host = host = _Host(self.name, tower, device)
             self._encoder = encoder = self._made(host)
-        if self._settled and encoder.report().engine == "host":
+        if self._without_engine:
             return None
         host.tower = tower
         identity = tower.identity()
         host.changed = identity[0] != host.content
         patched = None if identity == (host.content,) else Patched(identity, tower.effective)
         states = encoder.attempt(embeds, mask, patched)
-        self._settled = not self.options.background
         if states is None and host.was_asked:
             self.close()  # the next request starts from the weights that are there now
+        elif states is None and not self.options.background:
+            self._without_engine = encoder.report().engine == "host"
         return states
 
     def _made(self, host: _Host) -> AcceleratedEncoder:
@@ -510,7 +511,12 @@ class _Served:
     def close(self) -> None:
         """Free the engine; the next request makes a new one."""
         with self._lock:
-            encoder, self._encoder, self._host, self._settled = self._encoder, None, None, False
+            encoder, self._encoder, self._host, self._without_engine = (
+                self._encoder,
+                None,
+                None,
+                False,
+            )
             if encoder is not None:
                 encoder.close()
 

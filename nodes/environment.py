@@ -40,7 +40,8 @@ class Environment(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, cache: str) -> io.NodeOutput:
-        from ..hosts.comfy import environment, send_text
+        from ..hosts.comfy import send_text
+        from ..hosts.comfy_compare import environment
 
         text = environment(verify=cache == "verify")
         send_text(text, cls.hidden.unique_id)

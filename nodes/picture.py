@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..hosts.comfy import Compared
+    from ..hosts.comfy_compare import Compared
 
 WIDTH, MARGIN, ROW, CELLS_AT_MOST = 960, 20, 26, 154
 INK, GREY, PAPER = (30, 30, 34), (120, 120, 128), (250, 250, 252)

@@ -52,7 +52,8 @@ class Report(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, clip: Any, prompts: str, repeats: int) -> io.NodeOutput:
-        from ..hosts.comfy import compare, send_text
+        from ..hosts.comfy import send_text
+        from ..hosts.comfy_compare import compare
         from .picture import draw
 
         lines = [line for line in prompts.splitlines() if line.strip()][:16] or [""]

@@ -38,7 +38,8 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, clip: Any, name: str) -> io.NodeOutput:
-        from ..hosts.comfy import save, send_text
+        from ..hosts.comfy import send_text
+        from ..hosts.comfy_compare import save
 
         text = "\n".join(path.name for path in save(clip, name))
         send_text(text, cls.hidden.unique_id)

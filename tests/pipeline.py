@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from octavo.compile import BuildResult, Progress
 from octavo.compile import build as compile_build
@@ -97,6 +98,15 @@ def builders(of: int | None = None) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small are faster on one thread. A module that imports it has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Recorder:
     """A `report` that keeps what it is told."""
 
@@ -121,7 +131,8 @@ COMMAND = (sys.executable, "-P", "-m", "octavo")
 def environment(**changes: str) -> dict[str, str]:
     """Without what the user has set. A fixture of a module must name its cache."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("OCTAVO_", "PYTHONPATH"))}
-    return {**kept, "OCTAVO_CACHE": os.environ.get("OCTAVO_CACHE", os.devnull), **changes}
+    cache = os.environ.get("OCTAVO_CACHE", os.devnull)
+    return {**kept, "OMP_NUM_THREADS": "1", "OCTAVO_CACHE": cache, **changes}
 
 
 def octavo(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,7 @@ from pipeline import (
     copy_of,
     environment,
     octavo,
+    one_thread,  # noqa: F401 - a fixture
     packagings,
     partial_files,
     save,

@@ -43,6 +43,7 @@ from pipeline import (
     builders,
     check,
     copy_of,
+    one_thread,  # noqa: F401 - a fixture
     packagings,
     partial_files,
     save,

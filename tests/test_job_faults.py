@@ -31,6 +31,7 @@ from pipeline import (
     flipped,
     kill_group,
     octavo,
+    one_thread,  # noqa: F401 - a fixture
     partial_files,
     save,
     start,

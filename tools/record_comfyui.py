@@ -11,6 +11,7 @@ of request that ComfyUI's wrappers make, and writes calls, weights and results i
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -53,6 +54,46 @@ def seeded(shape: torch.Size, seed: int, name: str) -> torch.Tensor:
     if "norm" in name and name.endswith("weight"):
         return 1 + 0.1 * values
     return values * (shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
+
+
+def names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """What ComfyUI's objects have, so that a test can check what Octavo asks of them."""
+    import comfy.lora
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.patcher_extension
+    import comfy.weight_adapter
+
+    patcher = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+    found = {
+        "patcher": patcher,
+        "dynamic": comfy.model_patcher.ModelPatcherDynamic,
+        "model": patcher.model,
+        "management": comfy.model_management,
+        "encoder": model,
+        "callbacks": comfy.patcher_extension.CallbacksMP,
+    }
+    return {name: sorted(dir(value)) for name, value in found.items()}
+
+
+def signatures() -> dict[str, list[str]]:
+    """Parameter names of what Octavo calls, replaces or overrides."""
+    import comfy.clip_model
+    import comfy.lora
+    import comfy.model_patcher
+
+    patcher = comfy.model_patcher.ModelPatcher
+    methods = (
+        "partially_load", "partially_unload", "detach", "unpatch_model", "patch_model",
+        "set_injections", "set_model_patch", "add_callback_with_key",
+    )  # fmt: skip
+    found = {
+        "forward": comfy.clip_model.CLIPTextModel_.forward,
+        "calculate_weight": comfy.lora.calculate_weight,
+        "get_key_weight": comfy.model_patcher.get_key_weight,
+        **{name: getattr(patcher, name) for name in methods},
+    }
+    return {name: list(inspect.signature(value).parameters) for name, value in found.items()}
 
 
 def record(checkout: Path, target: Path) -> None:
@@ -107,7 +148,13 @@ def record(checkout: Path, target: Path) -> None:
         if form == "last":
             table = "text_model.embeddings.token_embedding.weight"
             tensors.update({f"weights/{n}": w for n, w in weights.items() if n != table})
-    facts = {"comfyui": comfyui_version.__version__, "config": CONFIG, "calls": calls}
+    facts = {
+        "comfyui": comfyui_version.__version__,
+        "config": CONFIG,
+        "calls": calls,
+        "names": names(model),
+        "signatures": signatures(),
+    }
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target, {"facts": json.dumps(facts)})
     print(f"{target}: {len(calls)} calls of ComfyUI {comfyui_version.__version__}")

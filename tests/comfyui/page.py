@@ -4,8 +4,8 @@
 
     python page.py CHROMIUM ADDRESS WORKFLOW.json OUT_FOLDER [LANGUAGE]
 
-Writes page.png and page.json, a picture and the texts. Talks to Chromium over its DevTools protocol; needs aiohttp, which
-ComfyUI brings along.
+Writes page.png and page.json, a picture and the texts. Talks to Chromium over its DevTools
+protocol; needs aiohttp, which ComfyUI brings along.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def test_pytorch_answers(case: str, accelerate: Accelerate) -> None:
 
 
 def test_float64(accelerate: Accelerate) -> None:
-    module = accelerate(tiny.clip_text(32).double())
+    module = accelerate(tiny.clip_text(32)).double()
     try:
         expected = eager(module, IDS).last_hidden_state
     except RuntimeError as error:  # transformers 4.57 cannot

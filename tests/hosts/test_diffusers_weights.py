@@ -455,7 +455,7 @@ def group_offload(kind: str) -> Callable[[Any], None]:
 
 
 OFFLOADS = {"model": model_offload, "sequential": sequential_offload}
-if not diffusers.__version__.startswith("0.36."):  # there it needs a GPU even to stay off it
+if not diffusers.__version__.startswith(("0.36.", "0.37.")):  # they need a GPU even to offload
     OFFLOADS["group, blocks"] = group_offload("block_level")
     OFFLOADS["group, leaves"] = group_offload("leaf_level")
 

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the smaller nodes do with a served CLIP: compare it, save it, show the environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management as management
+import torch
+from torch import Tensor
+
+from ..errors import FileError, OctavoError
+from ..recipes import load_recipe
+from .comfy import cache, service_of, without
+from .comfy_source import Source
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt through both: cosines of `tokens`, their mean and minimum, of pooled; medians."""
+
+    prompt: str
+    tokens: tuple[float, ...]
+    pooled: float | None
+    pytorch_ms: float
+    octavo_ms: float
+
+    @property
+    def token_mean(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+    @property
+    def token_min(self) -> float:
+        return min(self.tokens)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: tuple[Compared, ...]
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """The tables as plain text."""
+        lines = ["token mean  token min  pooled   PyTorch    Octavo  faster  prompt"]
+        for row in self.rows:
+            pooled = "-" if row.pooled is None else f"{row.pooled:.4f}"
+            faster = row.pytorch_ms / row.octavo_ms if row.octavo_ms else float("nan")
+            lines.append(
+                f"{row.token_mean:10.5f} {row.token_min:10.5f} {pooled:>7} "
+                f"{row.pytorch_ms:7.2f} ms {row.octavo_ms:6.2f} ms {faster:6.1f}x  {row.prompt}"
+            )
+        return "\n".join([*lines, "", *self.notes])
+
+
+def compare(clip: Any, prompts: list[str], repeats: int) -> Comparison:
+    """Each prompt through ComfyUI's PyTorch and through `clip`; raises OctavoError without ours."""
+    service = service_of(clip)
+    if service is None:
+        raise OctavoError(
+            "this CLIP is not served by Octavo; connect it through 'FP8 Text Encoder' first."
+        )
+    plain = _encode_all(without(clip), prompts, repeats)
+    ours = _encode_all(clip, prompts, repeats)
+    rows = []
+    for prompt, (expected, expected_pooled, slow), (got, pooled, fast) in zip(
+        prompts, plain, ours, strict=True
+    ):
+        cosines = _cosines(expected.flatten(0, -2), got.flatten(0, -2))
+        same = None
+        if pooled is not None and expected_pooled is not None:
+            same = _cosines(expected_pooled, pooled)[0]
+        rows.append(Compared(prompt, tuple(cosines), same, slow, fast))
+    slow, fast = (sum(getattr(r, name) for r in rows) for name in ("pytorch_ms", "octavo_ms"))
+    service.speed_up = slow / fast if fast else None
+    service.show()
+    notes = [served.report().text() for served in service.served.values()]
+    notes += [
+        f"{s.name}: answered by PyTorch: {s.why_host}"
+        for s in service.served.values()
+        if s.why_host
+    ]
+    notes += [f"{name}: PyTorch; it is {what}" for name, what in service.unknown.items()]
+    return Comparison(tuple(rows), tuple(notes))
+
+
+def _encode_all(
+    clip: Any, prompts: list[str], repeats: int
+) -> list[tuple[Tensor, Tensor | None, float]]:
+    """(conditioning, pooled, median milliseconds) of each prompt, after one encode to warm up."""
+    results = []
+    for prompt in prompts:
+        tokens = clip.tokenize(prompt)
+        clip.encode_from_tokens(tokens, return_pooled=True)
+        times = []
+        for _ in range(repeats):
+            management.throw_exception_if_processing_interrupted()
+            _wait(clip.patcher.load_device)
+            start = time.perf_counter()
+            cond, pooled = clip.encode_from_tokens(tokens, return_pooled=True)
+            _wait(clip.patcher.load_device)
+            times.append((time.perf_counter() - start) * 1e3)
+        results.append((cond, pooled, sorted(times)[len(times) // 2]))
+    return results
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cosines(a: Tensor, b: Tensor) -> list[float]:
+    """Cosines of rows; two zero rows are equal (padding, zeroed states)."""
+    a, b = a.double().cpu(), b.double().cpu()
+    cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
+    both_zero = (a.abs().sum(-1) == 0) & (b.abs().sum(-1) == 0)
+    return [float(c) for c in torch.where(both_zero, 1.0, cosine)]
+
+
+def environment(verify: bool = False) -> str:
+    """What `octavo doctor` shows, for this process, with ComfyUI's cache folder."""
+    from ..doctor import examine, text
+
+    store, found = cache(), examine()
+    entries = store.entries()
+    found["cache"] = {
+        "root": str(store.root),
+        "entries": len(entries),
+        "bytes": sum(entry.manifest.length for entry in entries),
+        "budget_bytes": store.budget_bytes,
+        "writable": found["cache"].get("writable", True),
+    }
+    lines = [text(found)]
+    for entry in entries:
+        lines.append(
+            f"  {entry.manifest.kind:10} {entry.manifest.key}  {entry.manifest.length / 1e6:.1f} MB"
+        )
+    if verify:
+        faults = [c for c in store.verify_all() if c.fault]
+        lines.append(f"  checked: {len(entries)} entries, {len(faults)} faults")
+        lines += [f"  {c.kind} {c.key}: {c.fault}" for c in faults]
+    return "\n".join(lines)
+
+
+def save(clip: Any, name: str) -> list[Path]:
+    """Write the FP8 checkpoint of each accelerated encoder of `clip`, patches included.
+
+    They go into the first text_encoders folder, under `name` and never over an existing file.
+    Raises OctavoError in one sentence.
+    """
+    import folder_paths
+
+    from ..accelerated import fingerprint_of
+    from ..compile import copy_file, make_checkpoint
+
+    service = service_of(clip)
+    if service is None or not service.served:
+        raise OctavoError(
+            "this CLIP is not served by Octavo; connect it through 'FP8 Text Encoder' first."
+        )
+    folder = Path(folder_paths.get_folder_paths("text_encoders")[0])
+    written = []
+    for served in service.served.values():
+        source = served.source
+        source.look_through(clip.patcher)
+        with torch.inference_mode(False), torch.no_grad():
+            patched = served.patched(clip.patcher)
+            weights: Any = source if patched is None else _As(source, patched.read)
+            entry, _ = make_checkpoint(
+                weights,
+                fingerprint_of(weights, service.progress()),
+                load_recipe(service.settings.recipe),
+                cache(),
+                service.progress(),
+                device=source.device,
+            )
+        target = _free_name(folder, name, served.name)
+        copy_file(entry.path, target)
+        written.append(target)
+    return written
+
+
+class _As:
+    """A source under other weights."""
+
+    def __init__(self, source: Source, read: Callable[[str], Tensor]) -> None:
+        self.name, self.spec, self.device = source.name, source.spec, source.device
+        self.projection_shape, self.read = source.projection_shape, read
+
+
+def _free_name(folder: Path, name: str, encoder: str) -> Path:
+    stem = "".join(c if c.isalnum() or c in "-_. " else "_" for c in name).strip(" .") or "octavo"
+    for count in range(1, 10_000):
+        number = f"_{count:02d}" if count > 1 else ""
+        path = folder / f"{stem[:80]}_{encoder}_fp8{number}.safetensors"
+        if not path.exists():
+            return path
+    raise FileError(folder, f"holds too many files called {stem}", "choose another name")
