@@ -11,10 +11,12 @@ changed, except that `park` moves weights to host memory, where a hook waits to 
 from __future__ import annotations
 
 import hashlib
+import operator
 import types
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -59,32 +61,33 @@ class Tower:
     eos_token: int
     leaves: dict[str, nn.Module]
     adapters: dict[str, Any]
-    _places: list[tuple[dict[str, Any], str, Any]]  # (dict, key) and what was found there
-    _hooks: list[dict[int, Any]]
-    _dicts: list[dict[str, Any]]
+    # What was found, as columns: is_current is asked at every call and loops in C.
+    _holders: list[dict[str, Any]]
+    _keys: list[str]
+    _found: list[Any]
+    _parts: list[dict[str, Any]]  # the __dict__ of each module that an engine leaves out
     _factors: tuple[list[Tensor], list[Watch]] = field(init=False, default=([], []))
 
     def __post_init__(self) -> None:
         names = [name.rpartition(".") for name in self.spec.tensors() if name != TOKENS]
         self._watch = Watch([_kept(self.leaves[path], kind) for path, _, kind in names])
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_modules")
+        self._counted = [part[kind] for part in self._parts for kind in kinds]
         self._counts = self._count()
-        linears = list(self.spec.linears())
-        self._ends = self.leaves[linears[0]], self.leaves[linears[-1]]
 
-    def _count(self) -> tuple[int, int, int]:
-        """Hooks on the parts, parts whose `forward` is replaced, and children."""
+    def _count(self) -> tuple[int, int]:
+        """Hooks on the parts and children of them, and parts whose `forward` is replaced."""
         return (
-            sum(map(len, self._hooks)),
-            sum("forward" in d for d in self._dicts),
-            sum(len(d["_modules"]) for d in self._dicts),
+            sum(map(len, self._counted)),
+            sum(map(operator.contains, self._parts, repeat("forward"))),
         )
 
     def is_current(self) -> bool:
-        """Whether the model still has the very parts and hooks that were found (0.1 ms)."""
+        """Whether the model still has the very parts and hooks that were found."""
         return (
-            all(holder.get(key) is part for holder, key, part in self._places)
+            all(map(operator.is_, map(dict.get, self._holders, self._keys), self._found))
             and self._count() == self._counts
-            and all(tensor.dtype == self.dtype for tensor in self._watch.tensors)
+            and self._watch.look()
         )
 
     def is_trained(self) -> bool:
@@ -134,11 +137,12 @@ class Tower:
             dtypes = sorted({f.dtype for f in factors}, key=str)
             watches = [Watch([f for f in factors if f.dtype == dtype]) for dtype in dtypes]
             self._factors = factors, watches
-        return self.content(), tuple(scales), tuple(w.digest() for w in self._factors[1])
+        watches = self._factors[1]
+        return self.content(), tuple(scales), tuple(w.look() and w.digest() for w in watches)
 
-    def lies_on(self, device: torch.device) -> bool:
-        """Whether the layers' weights are on `device` (and not parked)."""
-        return any(_kept(m, "weight").device == device for m in self._ends)
+    def lies_apart(self) -> bool:
+        """Whether some of its weights are not in host memory."""
+        return self._watch.lies_apart
 
 
 # Recognition
@@ -183,10 +187,9 @@ def _tower_of(module: nn.Module) -> Tower:
     live.add(id(module))
     parts = [(name, part) for name, part in module.named_modules() if id(part) not in live]
     _check_parts(parts, {id(leaf) for leaf in leaves.values()})
-    places = [
-        (m._modules, key, child) for m in module.modules() for key, child in m._modules.items()
-    ]
-    watched = [leaf._parameters for leaf in leaves.values() if id(leaf) not in live]
+    holders = [m._modules for m in module.modules()]
+    holders += [leaf._parameters for leaf in leaves.values() if id(leaf) not in live]
+    places = [(holder, key, found) for holder in holders for key, found in holder.items()]
     projection: Any = getattr(leaves.get(_PROJECTION), "weight", None)
     return Tower(
         spec,
@@ -195,9 +198,10 @@ def _tower_of(module: nn.Module) -> Tower:
         int(core.eos_token_id),
         leaves,
         {name: layer for name, layer in adapters.items() if name != _PROJECTION},
-        [*places, *((held, key, p) for held in watched for key, p in held.items())],
-        [hooks for _, m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)],
-        [m.__dict__ for _, m in parts],
+        [holder for holder, _, _ in places],
+        [key for _, key, _ in places],
+        [found for _, _, found in places],
+        [part.__dict__ for _, part in parts],
     )
 
 
@@ -371,6 +375,9 @@ def _kept(leaf: nn.Module, name: str) -> Tensor:
     return tensor
 
 
+_VERSION = operator.attrgetter("_version")
+
+
 class Watch:
     """Tells whether tensors of one dtype still hold what they held, without reading them whole.
 
@@ -381,40 +388,53 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        wide = tensors[0].dtype.itemsize == 4
+        self._tensors, self._dtype = tensors, tensors[0].dtype
+        wide = self._dtype.itemsize == 4
         self._bits = torch.int32 if wide else torch.int16
         self._row = np.dtype(np.int32 if wide else np.int16)
         self._pointers: list[int] = []
         self._seen: tuple[list[int], bytes] | None = None
         self._digest = ""
+        self.look()
+
+    def look(self) -> bool:
+        """See where the tensors lie now; False if they are not of their dtype any more."""
+        pointers = list(map(Tensor.data_ptr, self._tensors))
+        if pointers != self._pointers:
+            if any(t.dtype != self._dtype for t in self._tensors):
+                return False
+            on_host = [t.device.type == "cpu" for t in self._tensors]
+            self._here = [i for i, here in enumerate(on_host) if here]
+            self._there = [i for i, here in enumerate(on_host) if not here]
+            # Views are kept of host memory only: they would hold the GPU memory of moved weights.
+            self._views = [self._few(self._tensors[i]).numpy() for i in self._here]
+            self._pointers = pointers
+        return True
+
+    @property
+    def lies_apart(self) -> bool:
+        """Whether some tensor is not in host memory, as of the last `look`."""
+        return bool(self._there)
 
     @torch.no_grad()
     def digest(self) -> str:
-        """Equal for equal values, on any device."""
-        seen = [t._version for t in self.tensors], self._probe()
+        """Equal for equal values, on any device. Call `look` before."""
+        seen = list(map(_VERSION, self._tensors)), self._probe()
         if seen != self._seen:
-            sums = [t.view(self._bits).sum() for t in self.tensors]  # enqueued before any wait
+            sums = [t.view(self._bits).sum() for t in self._tensors]  # enqueued before any wait
             exact = ",".join(str(int(s)) for s in sums)
             self._digest = hashlib.sha256(exact.encode() + seen[1]).hexdigest()
             self._seen = seen
         return self._digest
 
     def _probe(self) -> bytes:
-        tensors = self.tensors
-        pointers = [t.data_ptr() for t in tensors]
-        if pointers != self._pointers:
-            # Views are kept of host memory only: they would hold the GPU memory of moved weights.
-            self._here = [i for i, t in enumerate(tensors) if t.device.type == "cpu"]
-            self._there = [i for i, t in enumerate(tensors) if t.device.type != "cpu"]
-            self._views = [self._few(tensors[i]).numpy() for i in self._here]
-            self._pointers = pointers
-        rows = np.empty((len(tensors), PROBES), self._row)
+        if not self._there:
+            return np.concatenate(self._views).tobytes()
+        rows = np.empty((len(self._tensors), PROBES), self._row)
         if self._here:
             rows[self._here] = np.concatenate(self._views).reshape(-1, PROBES)
-        if self._there:
-            few = torch.cat([self._few(tensors[i]) for i in self._there]).cpu()
-            rows[self._there] = few.numpy().reshape(-1, PROBES)
+        few = torch.cat([self._few(self._tensors[i]) for i in self._there]).cpu()
+        rows[self._there] = few.numpy().reshape(-1, PROBES)
         return rows.tobytes()
 
     def _few(self, tensor: Tensor) -> Tensor:
@@ -427,49 +447,56 @@ class Watch:
 
 
 def park(module: nn.Module, device: torch.device) -> None:
-    """Move the layers' weights from `device` to host memory; PyTorch's next use fetches them."""
-    for layer in core_of(module).encoder.layers:
-        if any(p.device == device for p in layer.parameters()):
-            _place(layer, torch.device("cpu"))
-            if not _is_parked(layer):
-                layer.register_forward_pre_hook(_bring_home, with_kwargs=True)
+    """Move what an engine has in its own form from `device` to host memory.
+
+    The token table and the projection stay. PyTorch's next use of a part fetches it.
+    """
+    for part in _parkable(module):
+        if any(p.device == device for p in part.parameters()):
+            _place(part, torch.device("cpu"))
+            if not _is_parked(part):
+                part.register_forward_pre_hook(_bring_home, with_kwargs=True)
 
 
 def unpark(module: nn.Module) -> None:
-    """Undo `park`: back beside the final norm; what an offload hook manages is left to it."""
-    core = core_of(module)
-    parked = [layer for layer in core.encoder.layers if _is_parked(layer)]
+    """Undo `park`: back beside the token table; what an offload hook manages is left to it."""
+    parked = list(filter(_is_parked, _parkable(module)))
     managed = bool(parked) and is_managed(module)
-    for layer in parked:
+    for part in parked:
         if not managed:
-            _place(layer, core.final_layer_norm.weight.device)
-        _forget(layer)
+            _place(part, core_of(module).embeddings.token_embedding.weight.device)
+        _forget(part)
+
+
+def _parkable(module: nn.Module) -> list[nn.Module]:
+    core = core_of(module)
+    return [*core.encoder.layers, core.embeddings.position_embedding, core.final_layer_norm]
 
 
 @torch.no_grad()
-def _place(layer: nn.Module, device: torch.device) -> None:
+def _place(part: nn.Module, device: torch.device) -> None:
     with torch.inference_mode(False):  # or the weights would be inference tensors for ever
-        for parameter in layer.parameters():
+        for parameter in part.parameters():
             if parameter.device != device:
                 parameter.data = parameter.data.to(device)
 
 
-def _bring_home(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-hook of a parked layer: its weights follow its input, whoever calls it.
+def _bring_home(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a parked part: its weights follow its input, whoever calls it.
 
     It refers to nothing, so that the copy of a parked model brings its own weights home.
     """
     given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     if given is not None:
-        _place(layer, given.device)
-        _forget(layer)
+        _place(part, given.device)
+        _forget(part)
 
 
-def _is_parked(layer: nn.Module) -> bool:
-    return _bring_home in layer._forward_pre_hooks.values()
+def _is_parked(part: nn.Module) -> bool:
+    return _bring_home in part._forward_pre_hooks.values()
 
 
-def _forget(layer: nn.Module) -> None:
-    for key in [k for k, hook in layer._forward_pre_hooks.items() if hook is _bring_home]:
-        del layer._forward_pre_hooks[key]
-        layer._forward_pre_hooks_with_kwargs.pop(key, None)
+def _forget(part: nn.Module) -> None:
+    for key in [k for k, hook in part._forward_pre_hooks.items() if hook is _bring_home]:
+        del part._forward_pre_hooks[key]
+        part._forward_pre_hooks_with_kwargs.pop(key, None)

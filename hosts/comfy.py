@@ -7,7 +7,7 @@ each accelerated `X.transformer` is replaced on the instance. The module tree an
 stay as they are, so LoRA, merging and saving see what they always saw. The original forward answers
 every call that is not exactly the known one, and everything that changes a module other than
 through its weights: hooks, bypass LoRA, foreign patches. LoRA and merges come as `patcher.patches`:
-the engine then gets those weights. This is the only module that imports `comfy` (0.33).
+the engine then gets those weights. Read at ComfyUI 0.33; only the comfy_* modules import it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import comfy.clip_model
-import comfy.lora
 import comfy.model_management as management
-import comfy.model_patcher
-import comfy.sd1_clip
 import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
@@ -42,17 +38,24 @@ from ..engine_cache import EngineCache
 from ..errors import Cancelled, OctavoError
 from ..recipes import Floor, load_recipe
 from .comfy_call import answer, parse
+from .comfy_memory import Companion, Models, is_prepared, load_embeddings_only
+from .comfy_source import (
+    PatchedWeights,
+    Source,
+    digest_of,
+    half_bytes,
+    relevant_patches,
+    spec_of,
+    sub_encoders,
+    uses_projection,
+)
 
 log = logging.getLogger(__name__)
 
 KEY = "octavo"  # of our injections, our callback and our companion model
-BUILDS = ("on first use", "now", "background")
-PRECISIONS = ("auto", "fp8", "fp8-mixed", "bf16")
-Build = Literal["on first use", "now", "background"]
 
 TEXT_INTERVAL_S = 0.2  # between two status texts of one phase
 KEPT_DIGESTS = 32
-_READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def facts(device: torch.device) -> tuple[Device | None, Packages | None]:
@@ -217,6 +220,9 @@ class Service:
                 uses_projection(name, encoder, set(found)),
                 self.device,
             )
+            if fault := source.fault():
+                self.unknown[name] = fault
+                continue
             accelerated = AcceleratedEncoder(
                 source,
                 recipe=settings.recipe,

@@ -14,6 +14,7 @@ import comfy.model_management as management
 import torch
 from torch import Tensor
 
+from ..encoders.clip import PROJECTION
 from ..errors import FileError, OctavoError
 from ..recipes import load_recipe
 from .comfy import cache, service_of, without
@@ -147,15 +148,19 @@ def environment(verify: bool = False) -> str:
 
 
 def save(clip: Any, name: str) -> list[Path]:
-    """Write the FP8 checkpoint of each accelerated encoder of `clip`, patches included.
+    """Write each accelerated encoder of `clip` with its FP8 values, patches included, in 16 bit.
 
-    They go into the first text_encoders folder, under `name` and never over an existing file.
-    Raises OctavoError in one sentence.
+    ComfyUI 0.33 knows FP8 scales for T5 and language models alone: its CLIP loaders would take the
+    codes for weights, without a word. So the values are written as they are after quantization;
+    every ComfyUI loads them, and Octavo gets the same codes from them again. The files go into the
+    first text_encoders folder, under `name` and never over another. Raises OctavoError.
     """
     import folder_paths
 
     from ..accelerated import fingerprint_of
-    from ..compile import copy_file, make_checkpoint
+    from ..checkpoints.quantized import open_quantized
+    from ..checkpoints.writing import whole_file, write_safetensors
+    from ..compile import make_checkpoint
 
     service = service_of(clip)
     if service is None or not service.served:
@@ -178,10 +183,20 @@ def save(clip: Any, name: str) -> list[Path]:
                 service.progress(),
                 device=source.device,
             )
+        quantized = open_quantized(entry.path)
+        names = [*source.shapes, *([PROJECTION] if source.projection_shape else [])]
         target = _free_name(folder, name, served.name)
-        copy_file(entry.path, target)
+        with whole_file(target, "free some space or choose another name") as file:
+            tensors = {n: _half(quantized.dense(n)) for n in names}
+            write_safetensors(file, tensors, {"octavo": f"{service.settings.recipe} values"})
         written.append(target)
     return written
+
+
+def _half(values: Tensor) -> Tensor:
+    """In float16, or as they are where that cannot hold them."""
+    half = values.to(torch.float16)
+    return half if bool(torch.isfinite(half).all()) else values
 
 
 class _As:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""ComfyUI's memory: the engines as a model of its own, and PyTorch's weights off the GPU meanwhile."""
+"""ComfyUI's memory: the engines as a model of its own, PyTorch's weights off the GPU meanwhile."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a ComfyUI text model holds: its CLIP encoders, their live weights, and those under patches."""
+"""What a ComfyUI text model holds: CLIP encoders, their live weights, and those under patches."""
 
 from __future__ import annotations
 
@@ -114,6 +114,25 @@ class Source:
                 return
             if bool(torch.isfinite(weight.float()).all()):  # a file without one leaves garbage
                 self.projection_shape = (weight.shape[0], weight.shape[1])
+
+    def fault(self) -> str:
+        """Why these weights must not be quantized, in half a sentence; "" if they may."""
+        block = self.spec.block(0)
+        try:
+            largest = [
+                float(self.read(block + name).abs().max())
+                for name in ("self_attn.q_proj.weight", "mlp.fc1.weight")
+            ]
+        except OctavoError as error:
+            return str(error)
+        except RuntimeError:  # E4M3 has no abs on this device: then they are codes with no scale
+            return "a CLIP in FP8, which ComfyUI holds without scales"
+        if largest == [448.0, 448.0]:  # FP8 codes end there; a weight is far from it
+            return (
+                "a CLIP from an FP8 file whose scales ComfyUI's loader has dropped, so its "
+                "pictures are wrong; load the 16-bit file"
+            )
+        return ""
 
     def look_through(self, patcher: Any) -> None:
         """Read from now on what lies under the patches of `patcher`."""

@@ -435,8 +435,11 @@ class _Served:
         states = self._states(tower, embeds, call.mask)
         if states is None:
             return ""
-        movable = not (tower.adapters or self._in_pytorch)
-        if device.type == "cuda" and movable and tower.lies_on(device) and not is_managed(model):
+        if (
+            device.type == "cuda"
+            and tower.lies_apart()
+            and not (tower.adapters or self._in_pytorch or is_managed(model))
+        ):
             park(model, device)
         return _output(model, tower, call, *states, dtype=embeds.dtype)
 
@@ -532,7 +535,9 @@ def _output(
     # As transformers pools: configs with end token 2 are older than its fix, which means argmax.
     ids = call.ids.to(torch.int)
     ends = (ids if tower.eos_token == 2 else (ids == tower.eos_token).int()).argmax(dim=-1)  # [B]
-    pooled = last[torch.arange(len(ids), device=last.device), ends.to(last.device)]  # [B, C]
+    if len(ids) > 1:
+        ends = ends + torch.arange(0, ids.numel(), ids.shape[1], device=ends.device)
+    pooled = last.flatten(0, 1).index_select(0, ends)  # [B, C]
     states = tuple(h.to(dtype) for h in hidden) if call.hidden else None
     output: Any
     if tower.projection_shape is None:

@@ -19,8 +19,9 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
             display_name="Save FP8 Text Encoder",
             category=CATEGORY,
             description=(
-                "Writes the FP8 checkpoint of each accelerated text encoder, LoRA and merges "
-                "included, into the text_encoders models folder. Plain ComfyUI loads them too."
+                "Writes each accelerated text encoder with its FP8 values, LoRA and merges "
+                "included, into the text_encoders models folder. The values are in 16 bit, because "
+                "ComfyUI's CLIP loaders know no FP8 scales; every ComfyUI loads them."
             ),
             search_aliases=["octavo", "save clip fp8", "export text encoder", "quantize clip"],
             inputs=[

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -386,7 +387,7 @@ BAD_FACTS = {
     "a field too many": ({"spec": {**TINY.facts(), "x": 1}}, "unreadable"),
     "a field missing": ({"spec": {"encoder": "clip", "layers": 2}}, "unreadable"),
     "a text for a number": ({"spec": {**TINY.facts(), "layers": "2"}}, "unreadable"),
-    "a hostile number": ({"spec": {**TINY.facts(), "layers": 10**12}}, "unreadable"),
+    "a hostile number": ({"spec": {**TINY.facts(), "layers": 10**6}}, "every linear"),
     "no structure": ({"structure": None}, "unreadable"),
     "half a structure": ({"structure": dict([*STRUCTURE.items()][:6])}, "every linear"),
     "other linears": ({"structure": {n + "x": v for n, v in STRUCTURE.items()}}, "every linear"),
@@ -403,6 +404,14 @@ def test_bad_metadata(tmp_path: Path, changes: dict[str, object], words: str) ->
     with pytest.raises(FileError, match=words) as caught:
         open_quantized(saved(tmp_path / "c.safetensors", **changes))
     assert caught.value.remedy == "build it again from the original file"
+
+
+def test_a_hostile_number_of_layers_is_not_counted_out(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", spec={**TINY.facts(), "layers": 10**6})
+    start = time.process_time()
+    with pytest.raises(FileError):
+        open_quantized(path)
+    assert time.process_time() - start < 1  # listing them takes several seconds and gigabytes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"clip"', '{"schema": 1, "spec": 3}'])

@@ -16,7 +16,10 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.comfyui, pytest.mark.timeout(900)]
 
 MODES = {"dynamic": [], "legacy": ["--disable-dynamic-vram"], "gpu only": ["--gpu-only"]}
-FASTER = {"sd1": 4.0, "sdxl": 10.0}  # whole CLIPTextEncode against PyTorch, on an H200
+# Whole CLIPTextEncode against PyTorch on an H200. With dynamic VRAM, the default there, most of
+# the unpatched call is loading; without it the host's own work around the encoder is what remains.
+FASTER = {"sd1": 4.0, "sdxl": 10.0}
+FASTER_WITHOUT_DYNAMIC = {"sd1": 2.0, "sdxl": 4.0}
 LORA_MS = 300.0
 GROWTH_MB = 50.0
 
@@ -47,5 +50,6 @@ def test_comfyui_on_a_gpu(measured: Any, family: str) -> None:
     assert found["same_after_unload"]
     assert abs(found["growth_mb"]) < GROWTH_MB and found["after_mb"] < GROWTH_MB
     assert found["octavo_mb"] < found["pytorch_mb"]
-    assert found["ratio"] >= FASTER[family]
+    faster = FASTER if measured["dynamic"] else FASTER_WITHOUT_DYNAMIC
+    assert found["ratio"] >= faster[family]
     assert found["lora_ms"]["b"] < LORA_MS

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""hosts/comfy.py asks ComfyUI only for what the recorded one has, under the recorded signatures."""
+"""hosts/comfy*.py ask ComfyUI only for what the recorded one has, under its signatures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).parent / "data" / "comfyui_calls.safetensors"
 
-# name of a variable in hosts/comfy.py -> the recorded objects that it may be
+# name of a variable in hosts/comfy*.py -> the recorded objects that it may be
 VARIABLES = {
     "patcher": ("patcher",),
     "clone.patcher": ("patcher",),
@@ -34,14 +34,14 @@ def facts() -> dict[str, Any]:
 
 
 def asked() -> dict[str, set[str]]:
-    """Variable -> the attributes that hosts/comfy.py reads of it."""
-    tree = ast.parse((ROOT / "hosts" / "comfy.py").read_text(encoding="utf-8"))
+    """Variable -> the attributes that hosts/comfy*.py read of it."""
     found: dict[str, set[str]] = {name: set() for name in VARIABLES}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            if owner in found:
-                found[owner].add(node.attr)
+    for path in (ROOT / "hosts").glob("comfy*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                if owner in found:
+                    found[owner].add(node.attr)
     return found
 
 
