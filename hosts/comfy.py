@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -570,10 +571,10 @@ def cache() -> EngineCache:
 
 
 def send_text(text: str, node: str) -> None:
-    """Show `text` on a node of the page; without a server nothing happens."""
-    try:
-        from server import PromptServer
-
-        PromptServer.instance.send_progress_text(text, node)
-    except (ImportError, AttributeError):  # used as a library, or an older ComfyUI
+    """Show `text` on a node of the page; without a running server nothing happens."""
+    server = getattr(sys.modules.get("server"), "PromptServer", None)
+    send = getattr(getattr(server, "instance", None), "send_progress_text", None)
+    if send is None:  # used as a library, or another ComfyUI
         log.debug("%s", text)
+    else:
+        send(text, node)
