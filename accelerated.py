@@ -222,6 +222,7 @@ class AcceleratedEncoder:
         self._worker: threading.Thread | None = None
         self._cancel = threading.Event()
         self._refusals: list[Refusal] = []
+        self._ran_out: dict[tuple[str, ...], str] = {}  # as _failed, for this encoder only
         self._known_kinds: set[tuple[Any, ...]] = set()
         self._sets: OrderedDict[Hashable, Fp8Weights] = OrderedDict()
         self._bad_sets: set[Hashable] = set()
@@ -268,7 +269,8 @@ class AcceleratedEncoder:
                 except EngineUnavailable as error:
                     self._demote(serving, error.reason)
                 except torch.cuda.OutOfMemoryError as error:
-                    self._demote(serving, f"out of GPU memory in a call ({_first_line(error)})")
+                    reason = f"out of GPU memory in a call ({_first_line(error)})"
+                    self._demote(serving, reason, memory=True)
         return None
 
     def _fits(self, embeds: Tensor, mask: Tensor | None) -> bool:
@@ -352,8 +354,8 @@ class AcceleratedEncoder:
             later = [e for e in engines if e.startswith("tensorrt")]
         for name in (e for e in engines if e not in later):
             key = self._failure_key(name, recipe, entry, facts)
-            if key in _failed:
-                self._refuse(name, recipe, _failed[key])
+            if known := _failed.get(key) or self._ran_out.get(key):
+                self._refuse(name, recipe, known)
                 continue
             try:
                 serving = self._start(name, recipe, entry, checkpoint, check, facts)
@@ -672,15 +674,18 @@ class AcceleratedEncoder:
         if refusal not in self._refusals:
             self._refusals.append(refusal)
 
-    def _demote(self, serving: _Serving, reason: str) -> None:
-        """Take a failed engine out of service for good and put the next one in. One log line."""
+    def _demote(self, serving: _Serving, reason: str, *, memory: bool = False) -> None:
+        """Take a failed engine out of service for good and put the next one in. One log line.
+
+        Out of memory (`memory`) is this encoder's alone: another one may find more.
+        """
         log.warning(
             "%s: %s failed and is not used again: %s", self._host.name, serving.engine_name, reason
         )
         self._refuse(serving.engine_name, serving.recipe, reason)
         facts = self._facts or probe(self._host.device)
         key = self._failure_key(serving.engine_name, serving.recipe, serving.checkpoint, facts)
-        _failed[key] = reason
+        (self._ran_out if memory else _failed)[key] = reason
         self._serving = None
         serving.engine.close()
         if self._request in ("auto", "fastest"):

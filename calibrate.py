@@ -72,8 +72,8 @@ def calibrate(
             log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
     if recipe.algorithm != "max":
         raise OctavoError(
-            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt, which calibrates on "
-            "the CPU only; install it with 'pip install nvidia-modelopt' or use 'max'."
+            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt, which calibrates "
+            "on the CPU only; install it with 'pip install nvidia-modelopt' or use 'max'."
         )
     recorder = AmaxRecorder()
     with torch.no_grad():

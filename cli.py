@@ -232,7 +232,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
 @_cache
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="FILE",
-    help="Also write the FP8 checkpoint here; plain ComfyUI loads it.",
+    help="Also write the FP8 checkpoint here, in ComfyUI's comfy_quant layout.",
 )  # fmt: skip
 @_json
 def build(

@@ -30,7 +30,7 @@ from .checkpoints.quantized import (
     open_quantized,
 )
 from .checkpoints.writing import refuse_unwritable, whole_file, write_safetensors
-from .device import Device, peak_rss_bytes
+from .device import Device, peak_rss_bytes, trim_memory
 from .encoders import ClipSpec
 from .encoders.clip import TOKENS
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
@@ -386,7 +386,10 @@ def make_checkpoint(
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
         tensors, facts = _quantize(source, content, recipe, report, device)
         report(Progress(source.name, "writing the FP8 checkpoint"))
-        return _store(cache, key, tensors, facts), False
+        entry = _store(cache, key, tensors, facts)
+        del tensors
+        trim_memory()
+        return entry, False
 
 
 def checkpoint_of(
@@ -517,6 +520,7 @@ def _quantize(
         )
         input_amax, weight_amax, method = ranges.input_amax, ranges.weight_amax, ranges.method
     del reference  # the widened weights; what follows reads the source again, one tensor at a time
+    trim_memory()
     report(Progress(source.name, "quantizing"))
     structure = recipe.structure(spec.linears())
     tensors = quantized_tensors(

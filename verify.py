@@ -130,6 +130,9 @@ def graph_run(
         )
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    # With it the second run plans one block for every dequantized weight beside what the first run
+    # allocated: 2.6 GB more for CLIP-G, and not a bit faster.
+    options.enable_mem_pattern = False
     session = ort.InferenceSession(
         model_path or graph.model, options, providers=["CPUExecutionProvider"]
     )

@@ -488,7 +488,8 @@ def _bring_home(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     if given is not None:
-        _place(part, given.device)
+        if not is_managed(part):  # an offload hook came since: it has the weights, or their place
+            _place(part, given.device)
         _forget(part)
 
 

@@ -50,7 +50,8 @@ def embeddings(pipe: Any, prompt: Any = "a photo of a cat", **options: Any) -> l
     kind = type(pipe).__name__
     if kind == "StableDiffusionPipeline":
         options = {"num_images_per_prompt": 1, "do_classifier_free_guidance": True, **options}
-        options["device"] = pipe._execution_device
+        if "device" not in options:
+            options["device"] = pipe._execution_device
     else:
         options = {"prompt_2": None, **options}
     if kind == "StableDiffusion3Pipeline":

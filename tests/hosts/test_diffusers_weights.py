@@ -546,6 +546,20 @@ def test_parked_layers_come_home() -> None:
     assert all(torch.equal(weights[n], t) for n, t in module.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_parked_layers_then_offloaded(kind: str, accelerate: Accelerate) -> None:
+    """The offload hook takes the weights over; what waited to bring them back steps aside."""
+    pipe = tiny.sd15()
+    before = embeddings(pipe)
+    accelerate(pipe)
+    clip_tower.park(pipe.text_encoder, torch.device("cpu"))
+    OFFLOADS[kind](pipe)
+    assert_same(before, expected_embeddings(pipe))
+    assert not any(map(clip_tower._is_parked, clip_tower._parkable(pipe.text_encoder)))
+    assert_close(before, embeddings(pipe))
+    assert served(pipe.text_encoder) == 2
+
+
 # Copies and files
 
 
