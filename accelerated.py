@@ -32,16 +32,16 @@ from .backends.onnx_ops import emit
 from .backends.plan_inputs import plan_weights
 from .backends.torch_fp8 import TorchFp8Engine
 from .backends.torch_ops import StreamedEncoder, embed_tokens
-from .checkpoints import Fingerprint, fingerprint
+from .checkpoints import Fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
     STREAMED_BATCH,
-    Progress,
     Report,
     Sample,
     Target,
     engine_tensors,
+    fingerprint_of,
     make_checkpoint,
     make_plan,
     sample,
@@ -88,7 +88,11 @@ class Host(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """The unpatched weight `name`, any float dtype, any device; not kept."""
+        """The unpatched weight `name`, any float dtype, any device; not kept.
+
+        The values must stay what they were at the first prompt: a host whose weights change passes
+        the new ones as `Patched`, or closes the encoder and makes another.
+        """
         ...
 
     def encode(self, embeds: Tensor, mask: Tensor | None) -> tuple[Hidden, Tensor]:
@@ -111,6 +115,10 @@ class Patched:
 
     identity: Hashable
     read: Callable[[str], Tensor]
+
+    def __post_init__(self) -> None:
+        if self.identity is None:
+            raise ValueError("Patched.identity is None, which stands for the base; name the set")
 
 
 @dataclass(frozen=True)
@@ -511,15 +519,14 @@ class AcceleratedEncoder:
         identity = None if patched is None else patched.identity
         if serving.loaded == identity:
             return True
-        if patched is None:
-            serving.load(serving.weights)
-            serving.loaded = None
-            return True
         if identity in self._bad_sets:
             return False
-        if identity in self._sets:
-            self._sets.move_to_end(identity)
-            serving.load(self._sets[identity])
+        if patched is None or identity in self._sets:
+            if patched is not None:
+                self._sets.move_to_end(identity)
+            # An interrupt may come between the two: an unproven set is never taken for another.
+            serving.loaded = _UNPROVEN
+            serving.load(serving.weights if patched is None else self._sets[identity])
             serving.loaded = identity
             return True
         try:
@@ -649,7 +656,6 @@ class AcceleratedEncoder:
     def _wake(self) -> None:
         if (resting := self._resting) is None:
             return
-        self._resting = None
         check = (self._held_out(self._host.read), resting.expected, dict[str, Tensor]())
         try:
             self._serving = self._start(
@@ -660,11 +666,12 @@ class AcceleratedEncoder:
                 check,
                 self._facts or probe(self._host.device),
             )
+            self._resting = None
         except torch.cuda.OutOfMemoryError as error:
             log.warning("%s: no memory to load it again: %s", self._host.name, _first_line(error))
-            self._resting = resting
-        except OctavoError as error:  # the cache was deleted meanwhile, for example
+        except OctavoError as error:  # the cache was deleted, or the host's weights are others now
             log.info("%s: prepared anew: %s", self._host.name, _first_line(error))
+            self._content, self._resting = None, None
             self._prepare()
 
     # -- demotion, report, end ------------------------------------------------------------------
@@ -686,6 +693,8 @@ class AcceleratedEncoder:
         facts = self._facts or probe(self._host.device)
         key = self._failure_key(serving.engine_name, serving.recipe, serving.checkpoint, facts)
         (self._ran_out if memory else _failed)[key] = reason
+        self._sets.clear()  # quantized by the failed engine's recipe
+        self._bad_sets.clear()
         self._serving = None
         serving.engine.close()
         if self._request in ("auto", "fastest"):
@@ -741,33 +750,6 @@ class AcceleratedEncoder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def fingerprint_of(host: Host, report: Report = silent) -> Fingerprint:
-    """The same digests as `checkpoints.fingerprint` gives for the file the weights came from."""
-    return fingerprint(
-        _Live(host),
-        lambda done, total: report(Progress(host.name, "reading", done, total)),
-    )
-
-
-class _Live:
-    """A host's weights as `checkpoints.fingerprint` wants them: on the CPU."""
-
-    scales: Sequence[str] = ()
-
-    def __init__(self, host: Host) -> None:
-        self.spec, self.projection_shape, self.label = host.spec, host.projection_shape, host.name
-        self._read = host.read
-
-    def read(self, name: str) -> Tensor:
-        return self._read(name).detach().cpu()
-
-    def side(self, name: str) -> tuple[str, Tensor]:
-        raise KeyError(name)
-
-    def sources(self, name: str) -> tuple[str, ...]:
-        return (name,)
 
 
 def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similarity:

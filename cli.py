@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .errors import Cancelled, OctavoError, SimilarityError
+from .errors import Cancelled, FileError, OctavoError, SimilarityError
 
 if TYPE_CHECKING:
     from .compile import BuildResult, Progress, Report
@@ -134,7 +134,31 @@ def _check_json(_: click.Context, __: click.Parameter, value: str | None) -> str
         from .checkpoints.writing import refuse_unwritable
 
         refuse_unwritable(Path(value), JSON_REMEDY)
+        if Path(value).is_file() and not _is_result(Path(value)):
+            raise FileError(
+                value,
+                "is there already and holds no result of Octavo's",
+                "give --json another FILE",
+            )
     return value
+
+
+def _is_result(path: Path) -> bool:
+    """Whether `path` may be written over: empty, or a document that a command here wrote.
+
+    A model, its config or the cache's own files must not go because of a slip of the shell.
+    """
+    try:
+        if path.stat().st_size > 64 * 2**20:
+            return False
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.strip() else {"encoders": []}
+    except (OSError, ValueError, RecursionError):
+        return False
+    results = ("encoders", "entries", "packages", "freed_bytes")
+    return isinstance(found, dict) and any(
+        isinstance(found.get(n), list | dict | int) for n in results
+    )
 
 
 _json = click.option(
@@ -177,6 +201,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
     the file does not change).
     """
     from .checkpoints import detect
+    from .checkpoints.files import shown
     from .compile import content_of, encoder_key
     from .engine_cache import EngineCache
 
@@ -200,7 +225,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
         return
     rows = [
         [e["name"], e["family"], f"{e['layers']} x {e['width']}", e["positions"], e["dtype"],
-         e["prefix"] or "(none)", e["key"]]
+         shown(e["prefix"])[1:-1] or "(none)", e["key"]]
         for e in found
     ]  # fmt: skip
     _table(str(model), ["encoder", "family", "layers", "positions", "dtype", "prefix", "key"], rows)
@@ -271,6 +296,8 @@ def build(
         )  # fmt: skip
     if not _wrote_json(json_file, result.facts()):
         show_build(result)
+        if output is not None:
+            click.echo(f"The FP8 checkpoint is also at {output}")
 
 
 @app.command()
@@ -480,7 +507,7 @@ def cache_verify(cache_dir: Path | None, json_file: str | None) -> None:
     bad = [f for f in facts if not f["ok"]]
     for fault in bad:
         click.echo(f"removed {fault['kind']} {fault['key']}: {fault['fault']}")
-    click.echo(f"{len(facts) - len(bad)} entries are whole, {len(bad)} were removed.")
+    click.echo(f"whole: {len(facts) - len(bad)}, damaged and removed: {len(bad)}")
 
 
 @cache.command("prune")
@@ -525,7 +552,12 @@ def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> Non
 
     store = EngineCache(cache_dir)
     if not yes:
-        click.confirm(f"Delete everything in {store.root}?", abort=True, err=True)
+        try:
+            click.confirm(f"Delete everything in {store.root}?", abort=True, err=True)
+        except click.Abort:
+            if sys.stdin.isatty():
+                raise
+            raise OctavoError("nothing was deleted: nobody said yes; give --yes.") from None
     freed = store.clear()
     if not _wrote_json(json_file, {"root": str(store.root), "freed_bytes": freed}):
         click.echo(f"{_size(freed)} freed.")
@@ -550,7 +582,8 @@ def show_build(result: BuildResult) -> None:
             click.echo(
                 f"  similarity to FP32: token mean {_cosine(s.get('token_mean'))}, token min "
                 f"{_cosine(s.get('token_min'))}, pooled {_cosine(s.get('pooled'))} "
-                f"({s.get('prompts')} held-out prompts, {s.get('judge')})"
+                f"({s.get('prompts')} held-out prompts, {s.get('judge')}"
+                f"{', as noted in the file' if built.encoder.dtype == 'fp8' else ''})"
             )
         rows = [
             [e.gpu, "+".join(f"{sm // 10}.{sm % 10}" for sm in e.sms), f"{e.flavour} {e.version}",

@@ -21,11 +21,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 from . import prompts
 from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, emit
-from .checkpoints import Detected, EncoderWeights, Fingerprint, Memo, detect, fingerprint
+from .checkpoints import (
+    Detected,
+    EncoderWeights,
+    FileIdentity,
+    Fingerprint,
+    Memo,
+    detect,
+    fingerprint,
+)
 from .checkpoints.quantized import (
     SCHEMA,
     QuantizedCheckpoint,
     Structure,
+    check_scales,
     metadata,
     open_quantized,
 )
@@ -34,7 +43,7 @@ from .device import Device, peak_rss_bytes, trim_memory
 from .encoders import ClipSpec
 from .encoders.clip import TOKENS
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
-from .errors import BuildError, EngineUnavailable, FileError, SimilarityError
+from .errors import BuildError, EngineUnavailable, FileError, OctavoError, SimilarityError
 from .recipes import Recipe
 from .trt import Flavour, Installed, Missing, installed
 from .trt.build import BuildRequest, build_plan
@@ -200,6 +209,37 @@ def content_of(
     return found
 
 
+def fingerprint_of(source: Source, report: Report = silent) -> Fingerprint:
+    """The same digests as `checkpoints.fingerprint` gives for the file the weights came from."""
+    return fingerprint(
+        _Live(source),
+        lambda done, total: report(Progress(source.name, "reading", done, total)),
+    )
+
+
+class _Live:
+    """Live weights as `checkpoints.fingerprint` wants them: on the CPU."""
+
+    scales: Sequence[str] = ()
+
+    def __init__(self, source: Source) -> None:
+        self.spec, self.projection_shape, self.label = (
+            source.spec,
+            source.projection_shape,
+            source.name,
+        )
+        self._read = source.read
+
+    def read(self, name: str) -> Tensor:
+        return self._read(name).detach().cpu()
+
+    def side(self, name: str) -> tuple[str, Tensor]:
+        raise KeyError(name)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+
 def checkpoint_key(spec: ClipSpec, content: Fingerprint, recipe: Recipe) -> CheckpointKey:
     calibration = (
         f"{prompts.set_id('calibration')}:{recipe.prompts}" if recipe.calibrated else "none"
@@ -285,6 +325,11 @@ def build(
     """
     start = time.monotonic()
     cache = cache or EngineCache()
+    shipped = len(prompts.load_tokens("calibration"))
+    if recipe.prompts > shipped:
+        raise OctavoError(
+            f"--prompts {recipe.prompts} is more than the {shipped} calibration prompts there are."
+        )
     _package(flavour)
     if flavour == "tensorrt":
         _local_gpu()
@@ -370,8 +415,12 @@ def make_checkpoint(
     report: Report = silent,
     *,
     device: torch.device | str = "cpu",
+    recheck: Callable[[], Fingerprint] | None = None,
 ) -> tuple[Entry, bool]:
     """(the FP8 checkpoint's cache entry, whether it was there already).
+
+    `recheck` tells the content again before anything is stored (None: it is hashed again): weights
+    that changed meanwhile must not lie under the key of what they were.
 
     On a GPU `device` the reference streams through it one weight at a time and the FP8 tensor cores
     judge; on the CPU, ModelOpt calibrates where it is installed and ONNX Runtime judges the graph.
@@ -385,6 +434,8 @@ def make_checkpoint(
         with cache.temporary("checkpoint", key) as probe:
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
         tensors, facts = _quantize(source, content, recipe, report, device)
+        if (recheck() if recheck else fingerprint_of(source)) != content:
+            raise FileError(source.name, "changed while it was being quantized", "start again")
         report(Progress(source.name, "writing the FP8 checkpoint"))
         entry = _store(cache, key, tensors, facts)
         del tensors
@@ -403,7 +454,19 @@ def checkpoint_of(
     """As `make_checkpoint`; a file that Octavo wrote is its own checkpoint."""
     if detected.is_octavo:
         return _import_quantized(encoder, detected, content, cache, report)
-    return make_checkpoint(encoder, content, recipe, cache, report)
+
+    def recheck() -> Fingerprint:
+        return content if is_unchanged(detected) else fingerprint(encoder)
+
+    return make_checkpoint(encoder, content, recipe, cache, report, recheck=recheck)
+
+
+def is_unchanged(detected: Detected) -> bool:
+    """Whether the files are still those that were recognised (as the memo asks)."""
+    try:
+        return all(FileIdentity.of(i.path) == i for i in detected.file.identities)
+    except OSError:
+        return False
 
 
 def _steps(subject: str, report: Report) -> Callable[[str], Callable[[int, int], None]]:
@@ -442,8 +505,11 @@ def _import_quantized(
             source.path, "was quantized for another activation than the one asked for",
             "leave --activation out, or build from the original file",
         )  # fmt: skip
+    check_scales(source)
+    # What its metadata says shapes the graph and the verdict, so it is part of the key.
+    recipe = f"octavo file {digest(source.facts)}"
     key = CheckpointKey(
-        source.spec.facts(), content.body, content.projection, "octavo file", "none", SCHEMA
+        source.spec.facts(), content.body, content.projection, recipe, "none", SCHEMA
     )
     if (entry := cache.get("checkpoint", key)) is not None:
         return entry, True
@@ -451,6 +517,8 @@ def _import_quantized(
     def write(file: BinaryIO) -> None:
         with source.path.open("rb") as data:
             shutil.copyfileobj(data, file, 16 * 2**20)
+        if not is_unchanged(detected):
+            raise FileError(source.path, "changed while it was being copied", "start again")
 
     with cache.lock(key, on_wait=_waiting(encoder.name, report)):
         if (entry := cache.get("checkpoint", key)) is not None:

@@ -63,7 +63,7 @@ def gemm_scales(
         if outside.numel():
             raise QuantizationError(
                 f"a scale ({outside[0].item():.3g}) is outside the range of {body}, "
-                "so no plan can hold it; the next engine is used."
+                "so no plan can hold it; use another recipe (bf16) or PyTorch for this encoder."
             )
     return pre, post
 

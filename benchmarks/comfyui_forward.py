@@ -115,6 +115,10 @@ def measure(checkout: Path, name: str, spec: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or not torch.cuda.is_available():
+        sys.exit(
+            "usage, on a machine with an NVIDIA GPU: comfyui_forward.py CHECKOUT [RESULT.json]"
+        )
     checkout = Path(sys.argv[1]).resolve()
     result = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     found = {

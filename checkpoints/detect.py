@@ -177,7 +177,8 @@ def _listed(items: Iterable[str]) -> str:
 
 
 def _is_octavo(file: WeightsFile) -> bool:
-    return "octavo" in file.metadata
+    # A folder's encoders each have metadata of their own, so only a file given itself counts.
+    return "octavo" in file.metadata and file.path.is_file()
 
 
 def _candidates(file: WeightsFile) -> list[tuple[str, Layout]]:

@@ -457,11 +457,15 @@ def _mains(path: Path) -> list[tuple[str, Path]]:
     return mains
 
 
+_ENDINGS = ("*.index.json", "*.safetensors")
+
+
 def _main_of(folder: Path) -> Path | None:
     for name in STANDARD_NAMES:
         if (folder / name).is_file():
             return folder / name
-    others = [*folder.glob("*.index.json")] or [*folder.glob("*.safetensors")]
+    found = ([p for p in folder.glob(ending) if p.is_file()] for ending in _ENDINGS)
+    others = next(filter(None, found), [])
     if len(others) > 1:
         names = ", ".join(sorted(shown(p.name) for p in others)[:4])
         fault = f"holds {len(others)} model files and none is named model.safetensors"

@@ -28,6 +28,7 @@ Structure = Mapping[str, Precision]  # linear name -> how it is computed
 
 SCHEMA = 1
 METADATA_KEY = "octavo"
+_SMALLEST = 2.0**-126  # the smallest normal float32; a subnormal scale cannot be divided by
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 COMFY_FORMAT = b'{"format": "float8_e4m3fn"}'
 _LINEARS_PER_LAYER = 6
@@ -54,7 +55,7 @@ def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
         )
     scale = value / FP8_MAX
     # A scale that underflows would divide by zero: such a layer is zero to FP32's precision.
-    return scale if scale > 0 else torch.ones(())
+    return scale if scale >= _SMALLEST else torch.ones(())
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -163,6 +164,25 @@ class QuantizedCheckpoint:
     @property
     def projection(self) -> bool:
         return PROJECTION in self.names
+
+
+def check_scales(checkpoint: QuantizedCheckpoint) -> None:
+    """Raise `FileError` for a scale that is not one positive, finite number."""
+    import torch
+
+    for linear, precision in checkpoint.structure.items():
+        if precision != "fp8":
+            continue
+        for name in (linear + ".weight_scale", linear + ".input_scale"):
+            scale = checkpoint.read(name)
+            usable = scale.numel() == 1 and scale.dtype == torch.float32
+            if not (usable and torch.isfinite(scale).all() and (scale >= _SMALLEST).all()):
+                raise FileError(
+                    checkpoint.path,
+                    f"has {name} = {scale.flatten()[:2].tolist()} where one positive, finite "
+                    "float32 is needed",
+                    "build it again from the original file",
+                )
 
 
 def open_quantized(path: Path) -> QuantizedCheckpoint:

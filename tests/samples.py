@@ -97,7 +97,7 @@ def tiny_ranges(spec: ClipSpec = TINY) -> dict[str, Tensor]:
 
 @cache
 def clip_l_ranges() -> dict[str, Tensor]:
-    return ranges_of(CLIP_L, clip_l(), 32)
+    return ranges_of(CLIP_L, clip_l(), 16)
 
 
 def quantize(
@@ -113,6 +113,11 @@ def quantize(
         spec, weights.__getitem__, structure, ranges, projection=PROJECTION in weights
     )
     return Quantized(spec, structure, tensors, recipe.body)
+
+
+@cache
+def quantized_clip_l() -> Quantized:
+    return quantize(CLIP_L, clip_l(), clip_l_ranges())
 
 
 def quantized_tiny(recipe: Recipe | str = "fp8", spec: ClipSpec = TINY) -> Quantized:

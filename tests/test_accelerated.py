@@ -470,3 +470,97 @@ def test_prepare_is_done_once_by_many_threads(make, monkeypatch) -> None:
     for thread in threads:
         thread.join()
     assert len(count) == 1
+
+
+def test_weights_that_change_during_the_build_are_not_stored(make, tensors, tmp_path) -> None:
+    """Under the key of what they were they would be served to others."""
+    changing = dict(tensors)
+    host = CountingHost("clip_l", TINY, changing, torch.device("cpu"))
+
+    def report(progress: Any) -> None:
+        if progress.phase == "calibrating":
+            changing[FC1] = tensors[FC1] * 2
+
+    cache = EngineCache(tmp_path / "own")
+    encoder = make(host=host, cache=cache, report=report)
+    encoder.encode(prompt())
+    assert any("changed while" in r.reason for r in encoder.report().refusals)
+    for entry in cache.entries():
+        assert "source" not in entry.manifest.facts or entry.manifest.facts["recipe"] != "fp8"
+
+
+def test_a_host_that_changed_while_resting_is_measured_again(make, tensors, tmp_path) -> None:
+    changing = dict(tensors)
+    host = CountingHost("clip_l", TINY, changing, torch.device("cpu"))
+    cache = EngineCache(tmp_path / "own")
+    encoder = make(host=host, cache=cache)
+    encoder.encode(prompt())
+    changing.update(dict(seeded_tensors(TINY, seed=1, outliers=False)))
+    encoder.rest()
+    want = host.encode(prompt(), None)[1]
+    assert cosine(encoder.encode(prompt())[1], want) > 0.99
+    bodies = {e.manifest.key_facts["body"] for e in cache.entries()}
+    assert len(bodies) == 2, "two contents, two keys"
+
+
+def test_a_patched_set_needs_a_name(tensors) -> None:
+    with pytest.raises(ValueError, match="base"):
+        Patched(None, tensors.__getitem__)
+
+
+def test_an_interrupt_after_loading_a_set_leaves_no_wrong_label(make, tensors) -> None:
+    encoder = make()
+    base = encoder.encode(prompt())[1]
+    lora = patched(tensors, 1.5)
+    want = encoder.encode(prompt(), None, lora)[1]
+    serving = encoder._serving
+    load = serving.load
+
+    def interrupted(weights: Any) -> None:
+        load(weights)
+        serving.load = load
+        raise KeyboardInterrupt
+
+    serving.load = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(prompt())  # back to the base
+    assert torch.equal(encoder.encode(prompt(), None, lora)[1], want)
+    assert torch.equal(encoder.encode(prompt())[1], base)
+
+
+def test_patched_sets_do_not_outlive_a_demotion(make, tensors, monkeypatch) -> None:
+    encoder = make()
+    lora = patched(tensors, 1.5)
+    encoder.encode(prompt(), None, lora)
+    real, broken = TorchFp8Engine.encode, [True]
+
+    def once(self: Any, *arguments: Any) -> Any:
+        if broken:
+            broken.clear()
+            raise EngineUnavailable("torch_fp8", "it broke", "use another")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(TorchFp8Engine, "encode", once)
+    encoder.encode(prompt())
+    assert encoder.report().recipe == "fp8-mixed"
+    changed = {**tensors, FC1: tensors[FC1] * 1.5}
+    want = LiveHost("x", TINY, changed, torch.device("cpu")).encode(prompt())[1]
+    assert cosine(encoder.encode(prompt(), None, lora)[1], want) > 0.99
+
+
+def test_an_interrupt_while_waking_is_tried_again(make, monkeypatch) -> None:
+    encoder = make()
+    want = encoder.encode(prompt())[1]
+    encoder.rest()
+    real, interrupted = AcceleratedEncoder._start, [True]
+
+    def start(self: Any, *arguments: Any) -> Any:
+        if interrupted:
+            interrupted.clear()
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(AcceleratedEncoder, "_start", start)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(prompt())
+    assert torch.equal(encoder.encode(prompt())[1], want)

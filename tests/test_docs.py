@@ -30,14 +30,16 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
     line, _, others = line.partition(" | ")
     words = shlex.split(line)[1:]
     command: click.Command = app
-    context = click.Context(app)
+    context = app.make_context("octavo", ["doctor"])
     while isinstance(command, click.Group):
         name, words = words[0], words[1:]
         for other in [name, *others.split(" | ")] if others and not words else [name]:
             found = command.get_command(context, other.strip())
             assert found is not None, other
         command = command.get_command(context, name)  # type: ignore[assignment]
-    command.make_context(command.name, words)  # raises for an unknown option or a missing argument
+    command.make_context(
+        command.name, words, parent=context
+    )  # raises for an unknown option or a missing argument
 
 
 def test_the_readme_shows_commands() -> None:
@@ -45,7 +47,7 @@ def test_the_readme_shows_commands() -> None:
 
 
 def test_every_command_is_in_the_readme() -> None:
-    for name in app.list_commands(click.Context(app)):
+    for name in app.list_commands(app.make_context("octavo", ["doctor"])):
         assert f"octavo {name}" in README, name
 
 

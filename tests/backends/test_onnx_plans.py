@@ -21,7 +21,7 @@ from octavo.recipes import Recipe, load_recipe
 from octavo.seeded import CLIP_G, CLIP_L
 from octavo.trt.build import BuildRequest, BuiltPlan, build_plan
 from octavo.trt.layers import LayerReport
-from samples import Quantized, quantize, tiny
+from samples import quantize, tiny
 
 BATCHES = (1, 2, 16)
 MEGABYTE = 10**6
@@ -132,34 +132,41 @@ def test_shared_plan(
 
 EMBEDDED = replace(CLIP_L, vocabulary=64)  # the token table is in no plan
 HALF = replace(load_recipe("bf16"), body="float16", name="fp16")
+Embedded = tuple[Graph, dict[str, tuple[Path, int, int]]]
 
 
-def embedded_plan(recipe: Recipe, sm: int, folder: Path) -> tuple[Quantized, Graph, BuiltPlan]:
+def embedded(recipe: Recipe, folder: Path) -> Embedded:
+    """The graph, and where each of its external weights lies."""
     ranges = {name: torch.tensor(10.0) for name in EMBEDDED.linears()}
     quantized = quantize(EMBEDDED, tiny(EMBEDDED), ranges, recipe)
     checkpoint = quantized.save(folder / f"{recipe.name}.safetensors")
     weights = embedded_weights(checkpoint, recipe.body)
     graph = emit(EMBEDDED, quantized.structure, body=recipe.body, embed=weights)
+    assert len(graph.external) == len(EMBEDDED.linears())
     places = checkpoint.locations()
-    spans = {
-        name: (checkpoint.path, *places[external.tensor])
-        for name, external in graph.external.items()
-    }
-    return quantized, graph, build(graph, (sm,), folder / f"{recipe.name}.plan", weights=spans)
+    return graph, {n: (checkpoint.path, *places[e.tensor]) for n, e in graph.external.items()}
+
+
+@pytest.fixture(scope="module")
+def embedded_fp8(tmp_path_factory: pytest.TempPathFactory) -> Embedded:
+    return embedded(load_recipe("fp8"), tmp_path_factory.mktemp("embedded"))
 
 
 @pytest.mark.parametrize("sm", [89, 120])
-def test_embedded_plan(sm: int, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
-    quantized, graph, fp8 = embedded_plan(load_recipe("fp8"), sm, tmp_path)
+def test_embedded_plan(
+    sm: int, embedded_fp8: Embedded, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    graph, places = embedded_fp8
+    fp8 = build(graph, (sm,), tmp_path / "fp8", weights=places)
     assert fp8.layers is not None
-    check_layers(graph, fp8.layers, EMBEDDED, quantized.structure)
+    check_layers(graph, fp8.layers, EMBEDDED, load_recipe("fp8").structure(EMBEDDED.linears()))
     assert fp8.layers.other_gemms == ()
     weights = sum(out * inner for out, inner in EMBEDDED.linears().values())
     assert weights < fp8.bytes < 1.15 * weights  # they are in it, once
     record_property("bytes", fp8.bytes)
     if sm == 89:
-        _, graph, half = embedded_plan(HALF, sm, tmp_path)
+        graph, places = embedded(HALF, tmp_path)
+        half = build(graph, (sm,), tmp_path / "fp16", weights=places)
         assert half.layers is not None and half.layers.fp8_gemms == ()
-        assert len(graph.external) == len(EMBEDDED.linears())
         record_property("ratio", fp8.bytes / half.bytes)
         assert fp8.bytes <= 0.56 * half.bytes, f"{fp8.bytes} of {half.bytes}"

@@ -113,8 +113,8 @@ def check_against_transformers(spec: ClipSpec) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [CLIP_L, replace(CLIP_H, layers=3), replace(CLIP_G, layers=3), TINY, TINY_GELU],
-    ids=["L", "H, 3 layers", "G, 3 layers", "tiny", "tiny, gelu"],
+    [CLIP_L, TINY, TINY_GELU],
+    ids=["L", "tiny", "tiny, gelu"],
 )
 def test_equals_transformers(spec: ClipSpec) -> None:
     check_against_transformers(spec)
