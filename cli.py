@@ -225,7 +225,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
         return
     rows = [
         [e["name"], e["family"], f"{e['layers']} x {e['width']}", e["positions"], e["dtype"],
-         shown(e["prefix"])[1:-1] or "(none)", e["key"]]
+         shown(str(e["prefix"]))[1:-1] or "(none)", e["key"]]
         for e in found
     ]  # fmt: skip
     _table(str(model), ["encoder", "family", "layers", "positions", "dtype", "prefix", "key"], rows)

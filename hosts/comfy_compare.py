@@ -157,10 +157,9 @@ def save(clip: Any, name: str) -> list[Path]:
     """
     import folder_paths
 
-    from ..accelerated import fingerprint_of
     from ..checkpoints.quantized import open_quantized
     from ..checkpoints.writing import whole_file, write_safetensors
-    from ..compile import make_checkpoint
+    from ..compile import fingerprint_of, make_checkpoint
 
     service = service_of(clip)
     if service is None or not service.served:

@@ -18,6 +18,7 @@ from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.bench import LiveHost
 from octavo.checkpoints import detect, fingerprint
 from octavo.choose import Packages
+from octavo.compile import fingerprint_of
 from octavo.device import Device
 from octavo.engine_cache import EngineCache
 from octavo.errors import EngineUnavailable, OctavoError
@@ -289,7 +290,7 @@ def test_live_weights_and_their_file_have_one_key(host, tensors, tmp_path) -> No
 
     save_file(tensors, tmp_path / "clip.safetensors")
     (found,) = detect(tmp_path / "clip.safetensors").encoders
-    assert module.fingerprint_of(host) == fingerprint(found)
+    assert fingerprint_of(host) == fingerprint(found)
 
 
 def test_the_checkpoint_is_shared_through_the_cache(make, cache, monkeypatch) -> None:

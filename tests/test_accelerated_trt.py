@@ -88,7 +88,7 @@ def checkpoints(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFac
     """A cache that holds the FP8 checkpoint, made once."""
     cache = EngineCache(tmp_path_factory.mktemp("made"))
     host = LiveHost("clip_l", TINY, tensors, torch.device("cpu"))
-    compiler.make_checkpoint(host, module.fingerprint_of(host), load_recipe("fp8"), cache)
+    compiler.make_checkpoint(host, compiler.fingerprint_of(host), load_recipe("fp8"), cache)
     return cache.root
 
 
