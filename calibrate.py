@@ -153,7 +153,7 @@ def _import_modelopt() -> None:
 
     def load() -> None:
         try:
-            import modelopt.torch.quantization.nn
+            importlib.import_module("modelopt.torch.quantization.nn")
         except Exception as error:
             failures.append(error)
 

@@ -285,7 +285,8 @@ def _spec(
     feed_forward, _ = _shape(file, fc1, ("feed-forward", width))
 
     own = _told_by_octavo(file)
-    activation, heads = activation or own.get("activation"), heads or own.get("heads")
+    activation = activation or own.get("activation")
+    heads = own.get("heads") if heads is None else heads
     config = next((c for top, c in file.configs.items() if prefix.startswith(top)), None)
     told = matching(config, width, layers)
     if activation is None and config and told:

@@ -8,14 +8,17 @@ import json
 import os
 import shutil
 import stat
+import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from octavo import calibrate as calibrate_module
 from octavo import compile as compiler
 from octavo.checkpoints import detect
 from octavo.checkpoints.quantized import metadata, open_quantized
@@ -778,3 +781,28 @@ def test_the_memo_of_a_settled_file(tiny: Path, cache: Path) -> None:
     start, report = time.monotonic(), Recorder()
     content_of(encoder, detected, store, report)
     assert time.monotonic() - start < 0.3 and report.events == []
+
+
+def test_importing_modelopt_keeps_nothing_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that keeps an ImportError keeps the stack below it, and what that stack holds."""
+    inner = tmp_path / "modelopt" / "torch" / "quantization" / "nn"
+    inner.mkdir(parents=True)
+    for folder in (inner, *inner.parents[:3]):
+        (folder / "__init__.py").touch()
+    (inner / "__init__.py").write_text(
+        "try:\n    import no_such_solver\nexcept ImportError as error:\n    kept = error\n"
+    )
+    for name in [n for n in sys.modules if n.partition(".")[0] == "modelopt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def calibrate() -> weakref.ref[torch.nn.Module]:
+        weights = torch.nn.Module()
+        calibrate_module._import_modelopt()
+        return weakref.ref(weights)
+
+    assert calibrate()() is None
+    for name in [n for n in sys.modules if n.partition(".")[0] == "modelopt"]:
+        assert str(tmp_path) in str(sys.modules.pop(name).__file__)
