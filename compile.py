@@ -10,6 +10,8 @@ Progress comes as `Progress` events; the callback may raise to cancel, and nothi
 from __future__ import annotations
 
 import importlib.util
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -507,7 +509,8 @@ def _import_quantized(
         )  # fmt: skip
     check_scales(source)
     # What its metadata says shapes the graph and the verdict, so it is part of the key.
-    recipe = f"octavo file {digest(source.facts)}"
+    note = json.dumps(source.facts, sort_keys=True)  # not canonical(): a lying note may hold NaN
+    recipe = f"octavo file {hashlib.sha256(note.encode()).hexdigest()[:32]}"
     key = CheckpointKey(
         source.spec.facts(), content.body, content.projection, recipe, "none", SCHEMA
     )
