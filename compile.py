@@ -9,8 +9,8 @@ Progress comes as `Progress` events; the callback may raise to cancel, and nothi
 
 from __future__ import annotations
 
-import importlib.util
 import hashlib
+import importlib.util
 import json
 import logging
 import os
