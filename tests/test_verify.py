@@ -178,7 +178,7 @@ def test_missing_or_old_onnxruntime_is_one_sentence(monkeypatch: pytest.MonkeyPa
         graph_run(graph, {})
 
 
-HELD_OUT = 16
+HELD_OUT = 12
 
 
 @cache

@@ -332,7 +332,7 @@ def test_a_whole_encoder_in_fp16(spec: ClipSpec, recipe: str) -> None:
 def test_the_whole_of_clip_l() -> None:
     """With outliers in FP32, and without them in fp16: there flips are all that differs."""
     weights = clip_l()
-    embeds = embeds_of(CLIP_L, weights, 3)
+    embeds = embeds_of(CLIP_L, weights, 2)
     quantized = quantized_clip_l()
     inputs = widened(quantized.plan_weights())
     graph = emit(CLIP_L, quantized.structure, body="float32")
