@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.quantized import Structure
-from ..encoders import ClipSpec
-from ..encoders.clip import POSITIONS
+from ..encoders import EncoderSpec
 from ..errors import QuantizationError
 from .onnx_ops import (
     Body,
@@ -23,26 +22,27 @@ from .onnx_ops import (
     activation_exponent,
     fused_name,
     weight_scale_unit,
+    wide,
 )
+from .torch_ops import tables
 
 if TYPE_CHECKING:
     from ..checkpoints.quantized import QuantizedCheckpoint
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_QKV = tuple(f"self_attn.{n}_proj" for n in "qkv")
 
 
-def gemms(spec: ClipSpec, structure: Structure, *, fused: bool) -> dict[str, tuple[str, ...]]:
+def gemms(
+    spec: EncoderSpec, structure: Structure, *, fused: bool, block: int | None = None
+) -> dict[str, tuple[str, ...]]:
     """GEMM name in the graph -> the linears it computes, side by side along the output axis."""
     groups: dict[str, tuple[str, ...]] = {}
-    for i in range(spec.layers):
-        qkv = tuple(spec.block(i) + leaf for leaf in _QKV)
-        if fused and len({structure[n] for n in qkv}) == 1:
-            groups[fused_name(qkv)] = qkv
-        else:
-            groups |= {n: (n,) for n in qkv}
-        for leaf in ("self_attn.out_proj", "mlp.fc1", "mlp.fc2"):
-            groups[spec.block(i) + leaf] = (spec.block(i) + leaf,)
+    for i in range(spec.layers) if block is None else (block,):
+        for names in spec.groups(i):
+            if fused and len(names) > 1 and len({structure[n] for n in names}) == 1:
+                groups[fused_name(names)] = names
+            else:
+                groups |= {n: (n,) for n in names}
     return groups
 
 
@@ -69,39 +69,45 @@ def gemm_scales(
 
 
 def plan_weights(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     structure: Structure,
     read: Callable[[str], Tensor],
     body: Body,
     *,
     fused: bool = True,
+    block: int | None = None,
 ) -> dict[str, Tensor]:
     """Graph weight name -> tensor; `read` gives tensors under their names in a checkpoint file.
 
-    FP8 weights keep their dtype; everything else is in `body`. Raises `QuantizationError` for
-    values that `body` cannot hold and for scales that are missing, not positive, or differ between
-    linears that share one input.
+    `block`: the weights of that block's graph alone (`onnx_ops.emit_block`, T5).
+
+    FP8 weights keep their dtype; everything else is in `body`, but T5's norms and scales, which are
+    FP32. Raises `QuantizationError` for values that their dtype cannot hold and for scales that are
+    missing, not positive, or differ between linears that share one input.
     """
 
-    def rounded(name: str, tensor: Tensor) -> Tensor:
-        small = tensor.to(_DTYPES[body]).contiguous()
+    def rounded(name: str, tensor: Tensor, dtype: Body = body) -> Tensor:
+        small = tensor.to(_DTYPES[dtype]).contiguous()
         if not bool(small.isfinite().all()):
             raise QuantizationError(
-                f"{name} holds values outside the range of {body}, so no plan can hold it; "
+                f"{name} holds values outside the range of {dtype}, so no plan can hold it; "
                 "the next engine is used."
             )
         return small
 
-    weights = {POSITIONS: rounded(POSITIONS, read(POSITIONS))}
-    for norm in spec.norms():
-        for part in (".weight", ".bias"):
-            weights[norm + part] = rounded(norm + part, read(norm + part))
+    stream = wide(spec, body)
+    weights = {name: rounded(name, read(name)) for name in tables(spec, block)}
+    prefix = "" if block is None else spec.block(block)
+    for norm in (n for n in spec.norms() if n.startswith(prefix)):
+        for part in (".weight", ".bias")[: 1 + spec.biased]:
+            weights[norm + part] = rounded(norm + part, read(norm + part), stream)
     sizes = spec.linears()
-    for name, linears in gemms(spec, structure, fused=fused).items():
+    for name, linears in gemms(spec, structure, fused=fused, block=block).items():
         stacked = [read(n + ".weight") for n in linears]
         weight = torch.cat(stacked) if len(stacked) > 1 else stacked[0]
-        bias = torch.cat([read(n + ".bias") for n in linears])
-        weights[name + ".bias"] = rounded(name + ".bias", bias)
+        if spec.biased:
+            bias = torch.cat([read(n + ".bias") for n in linears])
+            weights[name + ".bias"] = rounded(name + ".bias", bias)
         if structure[linears[0]] != "fp8":
             weights[name + ".weight"] = rounded(name + ".weight", weight)
             continue
@@ -114,7 +120,7 @@ def plan_weights(
         columns = torch.cat(
             [_positive(read, n + ".weight_scale").expand(sizes[n][0]) for n in linears]
         )
-        pre, post = gemm_scales(sizes[linears[0]][1], input_scales[0], columns, body)
+        pre, post = gemm_scales(sizes[linears[0]][1], input_scales[0], columns, stream)
         weights[name + ".pre_scale"], weights[name + ".post_scale"] = pre, post
     return weights
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reference: an encoder as plain `nn.Linear` and `nn.LayerNorm` in FP32 (or any float type).
+"""The reference: an encoder as plain `nn.Linear` and norm leaves in FP32 (or any float type).
 
 It is the ground truth of every comparison and what NVIDIA ModelOpt calibrates: ModelOpt replaces
 `nn.Linear` leaves and silently skips subclasses that override `forward`, so the leaves are plain.
@@ -10,14 +10,15 @@ The token table is not part of it; `embed_tokens` gathers the few rows a prompt 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..encoders import ClipSpec, Ops, encode
+from ..encoders import EncoderSpec, Ops, T5Spec, block, encode
 from ..encoders.clip import END_TOKEN, POSITIONS, TOKENS
+from .relative_bias import relative_bias
 
 Read = Callable[[str], Tensor]
 
@@ -33,6 +34,7 @@ class TorchOps(Ops[Tensor]):
 
     def __init__(self, observe: Observe | None = None) -> None:
         self._observe = observe
+        self._bias: tuple[tuple[str, int], Tensor] | None = None  # the last one made
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -50,6 +52,30 @@ class TorchOps(Ops[Tensor]):
     ) -> Tensor:
         return causal_attention(q, k, v, heads, mask)
 
+    def relative_bias(self, x: Tensor, name: str, buckets: int, max_distance: int) -> Tensor:
+        wanted = (name, x.shape[1])
+        if self._bias is None or self._bias[0] != wanted:
+            self._bias = (wanted, relative_bias(self._table(name), x.shape[1], max_distance))
+        return self._bias[1]
+
+    def _table(self, name: str) -> Tensor:
+        """A weight that is no leaf's, under its whole name."""
+        raise NotImplementedError
+
+    def biased_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, heads: int, mask: Tensor | None
+    ) -> Tensor:
+        return biased_attention(q, k, v, bias, heads, mask)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def relu(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
     def quick_gelu(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
@@ -64,8 +90,11 @@ class ModuleOps(TorchOps):
         super().__init__(observe)
         self._module = module
 
+    def _table(self, name: str) -> Tensor:
+        return self._module.get_parameter(name)
+
     def add_positions(self, x: Tensor, name: str) -> Tensor:
-        return x + self._module.get_parameter(name)[: x.shape[1]]
+        return x + self._table(name)[: x.shape[1]]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return cast(Tensor, self._module.get_submodule(name)(x))
@@ -73,28 +102,42 @@ class ModuleOps(TorchOps):
     def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         return cast(Tensor, self._module.get_submodule(name)(x))
 
+    rms_norm = layer_norm
+
 
 class StreamedOps(TorchOps):
     """`Ops` in FP32 over weights read one at a time: the reference in bounded memory.
 
     `read(name)` may give any float dtype on any device; each weight is widened on `device` and
-    dropped.
+    dropped. `biased` as in the encoder's spec.
     """
 
     def __init__(
-        self, read: Read, device: torch.device | str, observe: Observe | None = None
+        self,
+        read: Read,
+        device: torch.device | str,
+        observe: Observe | None = None,
+        *,
+        biased: bool = True,
     ) -> None:
         super().__init__(observe)
-        self._read, self._device = read, torch.device(device)
+        self._read, self._device, self._biased = read, torch.device(device), biased
 
-    def _weight(self, name: str) -> Tensor:
+    def _table(self, name: str) -> Tensor:
         return self._read(name).to(self._device).float()
+
+    _weight = _table
 
     def add_positions(self, x: Tensor, name: str) -> Tensor:
         return x + self._weight(name)[: x.shape[1]]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._weight(name + ".weight"), self._weight(name + ".bias"))
+        bias = self._weight(name + ".bias") if self._biased else None
+        return F.linear(x, self._weight(name + ".weight"), bias)
+
+    def rms_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        weight = self._weight(name + ".weight")
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         weight, bias = self._weight(name + ".weight"), self._weight(name + ".bias")
@@ -113,19 +156,47 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor |
     return y.transpose(1, 2).reshape(b, s, c)
 
 
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, heads: int, mask: Tensor | None
+) -> Tensor:
+    """T5's attention, [B, S, heads * D] x 3 -> the same; `bias` [1, H, S, S], no scale.
+
+    `mask` [B, S] bool, True = attend. As in transformers and ComfyUI, a key that may not be
+    attended to has the lowest finite score, so that a row without any key is the mean of `v`.
+    """
+    b, s, c = q.shape
+    q, k, v = (t.view(b, s, heads, c // heads).transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
+    if mask is not None:
+        lowest = torch.finfo(bias.dtype).min
+        bias = bias.masked_fill(~mask[:, None, None, :], lowest)  # [B, H, S, S]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+    return y.transpose(1, 2).reshape(b, s, c)
+
+
+def tables(spec: EncoderSpec, block: int | None = None) -> list[str]:
+    """Names of the tensors that belong to no linear and no norm, without the token table.
+
+    `block`: of those that block `block` alone needs.
+    """
+    if isinstance(spec, T5Spec):
+        return spec.bias_tables() if block is None else [spec.bias_table(block)]
+    return [POSITIONS] if block is None else []
+
+
 class ReferenceEncoder(nn.Module):
-    """CLIP's tower under its canonical names; `forward(embeds [B, S, C], mask)` as `encode`.
+    """An encoder under its canonical names; `forward(embeds [B, S, C], mask)` as `encode`.
 
     `read(name)` gives each canonical tensor (any float dtype); values are copied to `dtype`.
     """
 
     def __init__(
         self,
-        spec: ClipSpec,
+        spec: EncoderSpec,
         read: Read,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        block: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -134,18 +205,29 @@ class ReferenceEncoder(nn.Module):
             copied = read(name).to(device=device, dtype=dtype, copy=True)
             return nn.Parameter(copied, requires_grad=False)
 
+        prefix = "" if block is None else spec.block(block)
         # Leaves are made on "meta" and filled, so that no weight is ever initialised for nothing.
         for name, (out, inner) in spec.linears().items():
-            linear = nn.Linear(inner, out, device="meta")
-            linear.weight, linear.bias = parameter(name + ".weight"), parameter(name + ".bias")
-            self._place(name, linear)
+            if name.startswith(prefix):
+                linear = nn.Linear(inner, out, bias=spec.biased, device="meta")
+                linear.weight = parameter(name + ".weight")
+                if spec.biased:
+                    linear.bias = parameter(name + ".bias")
+                self._place(name, linear)
         for name in spec.norms():
-            norm = nn.LayerNorm(spec.width, eps=spec.layer_norm_eps, device="meta")
-            norm.weight, norm.bias = parameter(name + ".weight"), parameter(name + ".bias")
-            self._place(name, norm)
-        holder = nn.Module()
-        holder.register_parameter("weight", parameter(POSITIONS))
-        self._place(POSITIONS.rsplit(".", 1)[0], holder)
+            if name.startswith(prefix):
+                norm: nn.LayerNorm | nn.RMSNorm
+                if isinstance(spec, T5Spec):
+                    norm = nn.RMSNorm(spec.width, eps=spec.norm_eps, device="meta")
+                else:
+                    norm = nn.LayerNorm(spec.width, eps=spec.layer_norm_eps, device="meta")
+                    norm.bias = parameter(name + ".bias")
+                norm.weight = parameter(name + ".weight")
+                self._place(name, norm)
+        for name in tables(spec, block):
+            holder = nn.Module()
+            holder.register_parameter("weight", parameter(name))
+            self._place(name.removesuffix(".weight"), holder)
 
     def _place(self, name: str, leaf: nn.Module) -> None:
         *path, last = name.split(".")
@@ -163,14 +245,28 @@ class ReferenceEncoder(nn.Module):
         return encode(self.ops(), self.spec, embeds, mask)
 
 
+class ReferenceBlock(ReferenceEncoder):
+    """Block `index` alone under its canonical names; `forward(x [B, S, C], mask)` as `block`.
+
+    One block at a time is how an encoder is calibrated that is larger than memory.
+    """
+
+    def __init__(self, spec: EncoderSpec, read: Read, index: int, **options: Any) -> None:
+        super().__init__(spec, read, block=index, **options)
+        self.index = index
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return block(self.ops(), self.spec, self.index, x, mask)
+
+
 class StreamedEncoder:
     """The FP32 reference without its weights: `forward` reads each of them when it is needed."""
 
-    def __init__(self, spec: ClipSpec, read: Read, device: torch.device | str) -> None:
+    def __init__(self, spec: EncoderSpec, read: Read, device: torch.device | str) -> None:
         self.spec, self._read, self._device = spec, read, device
 
     def ops(self, observe: Observe | None = None) -> StreamedOps:
-        return StreamedOps(self._read, self._device, observe)
+        return StreamedOps(self._read, self._device, observe, biased=self.spec.biased)
 
     def __call__(self, embeds: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         return encode(self.ops(), self.spec, embeds, mask)
@@ -179,12 +275,15 @@ class StreamedEncoder:
 Reference = ReferenceEncoder | StreamedEncoder
 
 
-def embed_tokens(read: Read, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of token ids -> token embeddings [B, S, C] in FP32; only the needed rows are read."""
-    table = read(TOKENS)
-    ids = torch.tensor(rows, device=table.device)
+def embed_tokens(read: Read, rows: Sequence[Sequence[int]], table: str = TOKENS) -> Tensor:
+    """Rows of token ids -> token embeddings [B, S, C] in FP32; only the needed rows are read.
+
+    `table`: the spec's `token_table`.
+    """
+    values = read(table)
+    ids = torch.tensor(rows, device=values.device)
     unique, places = torch.unique(ids, return_inverse=True)
-    return table[unique].float()[places]
+    return values[unique].float()[places]
 
 
 def end_positions(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -50,6 +50,16 @@ class ClipSpec:
         """What hosts fill rows up with: OpenAI's CLIP repeats the end token, OpenCLIP writes 0."""
         return END_TOKEN if self.activation == "quick_gelu" else 0
 
+    @property
+    def token_table(self) -> str:
+        """Name of the token embeddings, which stay in the host."""
+        return TOKENS
+
+    @property
+    def biased(self) -> bool:
+        """Whether linears and norms have a `.bias`."""
+        return True
+
     def facts(self) -> dict[str, object]:
         """Canonical, JSON-ready facts; part of every key. A new field must be added here too."""
         return {"encoder": "clip", **asdict(self)}
@@ -72,6 +82,12 @@ class ClipSpec:
         return {
             self.block(i) + leaf: size for i in range(self.layers) for leaf, size in sizes.items()
         }
+
+    def groups(self, index: int) -> list[tuple[str, ...]]:
+        """The linears of block `index`, those that share one input together, in program order."""
+        block = self.block(index)
+        qkv = tuple(f"{block}self_attn.{n}_proj" for n in "qkv")
+        return [qkv, *((block + n,) for n in ("self_attn.out_proj", "mlp.fc1", "mlp.fc2"))]
 
     def norms(self) -> list[str]:
         """Name (without `.weight`) of every layer norm, in program order."""
@@ -101,13 +117,19 @@ def encode(ops: Ops[T], spec: ClipSpec, embeds: T, mask: T | None = None) -> tup
     x = ops.add_positions(embeds, POSITIONS)
     hidden = [x]
     for i in range(spec.layers):
-        block = spec.block(i)
-        y = ops.layer_norm(x, block + "layer_norm1", spec.layer_norm_eps)
-        q, k, v = ops.linears(y, [f"{block}self_attn.{n}_proj" for n in "qkv"])
-        y = ops.attention(q, k, v, heads=spec.heads, mask=mask)
-        x = ops.add(x, ops.linear(y, block + "self_attn.out_proj"))
-        y = ops.layer_norm(x, block + "layer_norm2", spec.layer_norm_eps)
-        y = ops.activation(ops.linear(y, block + "mlp.fc1"), spec.activation)
-        x = ops.add(x, ops.linear(y, block + "mlp.fc2"))
+        x = block(ops, spec, i, x, mask)
         hidden.append(x)
     return hidden, ops.layer_norm(x, FINAL_NORM, spec.layer_norm_eps)
+
+
+def block(ops: Ops[T], spec: ClipSpec, index: int, x: T, mask: T | None = None) -> T:
+    """Block `index` alone: the residual stream [B, S, C] before it -> after it."""
+    prefix = spec.block(index)
+    qkv, (out_proj,), (fc1,), (fc2,) = spec.groups(index)
+    y = ops.layer_norm(x, prefix + "layer_norm1", spec.layer_norm_eps)
+    q, k, v = ops.linears(y, qkv)
+    y = ops.attention(q, k, v, heads=spec.heads, mask=mask)
+    x = ops.add(x, ops.linear(y, out_proj))
+    y = ops.layer_norm(x, prefix + "layer_norm2", spec.layer_norm_eps)
+    y = ops.activation(ops.linear(y, fc1), spec.activation)
+    return ops.add(x, ops.linear(y, fc2))

@@ -10,7 +10,8 @@ memory manager sees it, and running out of it is torch's error.
 What TensorRT for RTX leaves to choose (the full TensorRT has none of it):
 * CUDA graphs DISABLED: a captured graph holds addresses; every call has new outputs and scratch.
 * kernels for dynamic shapes EAGER: LAZY swaps them in the background, so that call 50 of a prompt
-  differs from call 1, and NONE keeps to generic ones. The first call of each batch size compiles;
+  differs from call 1. The first call of each batch size compiles. Where the length is dynamic too
+  (T5), NONE: generic ones, since every prompt may have a length of its own;
 * the runtime cache spares later processes that.
 
 Nothing asks which flavour this is, only what it can do. Execution on a GPU is not verified.
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ..device import probe
-from ..errors import EngineUnavailable
+from ..errors import EngineUnavailable, OctavoBug
 from . import capabilities
 from .gpus import sm_text
 from .header import read_header
@@ -82,8 +83,9 @@ class TensorType(Protocol):
 class Promise(Protocol):
     """What a graph takes and gives (backends/onnx_ops.py `Graph` is one).
 
-    Inputs: `embeds` [B, positions, C], `mask` [B, positions] bool if any, and all `weights`.
-    `outputs`: the hidden states in order, then the final state, all like `embeds`.
+    Inputs: `embeds` [B, S, C], `mask` [B, S] bool if any, and all `weights`; S is a number, the
+    positions of CLIP, or dynamic as T5's. `outputs`: the hidden states in order (T5 has none), then
+    the final state, all of them of the type `state`.
     """
 
     @property
@@ -94,6 +96,8 @@ class Promise(Protocol):
     def weights(self) -> Mapping[str, TensorType]: ...
     @property
     def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def state(self) -> TensorType: ...
 
 
 class Place:
@@ -140,6 +144,7 @@ def session_from_plan(
     sha256: str | None = None,
     runtime_cache: Path | None = None,
     batches: tuple[int, int, int] = (1, 2, 16),
+    lengths: tuple[int, int, int] | None = None,
     place: Place | None = None,
 ) -> Session:
     """Load a plan and create a context, so that what can fail has failed.
@@ -147,7 +152,8 @@ def session_from_plan(
     `module`: what `trt.load` gave. `weights`: the graph's weight inputs on `device`; bound, not
     copied, and kept alive. `sha256`: of the plan, checked on the very bytes that are loaded.
     `runtime_cache`: where compiled kernels are kept; GPU, driver and version are added to the name.
-    `batches`: smallest, usual and largest batch the plan was built for.
+    `batches`: smallest, usual and largest batch the plan was built for; `lengths` the same of S,
+    where that is dynamic.
 
     Raises `EngineUnavailable` with the reason, and then nothing is left behind.
     """
@@ -156,7 +162,7 @@ def session_from_plan(
     def load() -> Session:
         with at.guard():
             data = _checked(plan, sha256, module, at.sm)
-            return Session(data, module, graph, weights, runtime_cache, batches, at)
+            return Session(data, module, graph, weights, runtime_cache, batches, at, lengths)
 
     return _typed(module.__name__, "loading the plan", load)
 
@@ -173,22 +179,31 @@ class Session:
         runtime_cache: Path | None,
         batches: tuple[int, int, int],
         place: Place,
+        lengths: tuple[int, int, int] | None = None,
     ) -> None:
         self._trt = trt = _TensorRt(module)
         self._graph, self._place, self._largest = graph, place, batches[-1]
-        self._dtype = _DTYPES[graph.embeds.dtype][0]
-        self._positions, self._width = (int(size) for size in graph.embeds.shape[1:])
+        self._dtype, self._state = (_DTYPES[t.dtype][0] for t in (graph.embeds, graph.state))
+        length, width = graph.embeds.shape[1:]
+        self._fixed = None if isinstance(length, str) else length  # S of every call, if it has one
+        if self._fixed is not None:
+            lengths = (self._fixed, self._fixed, self._fixed)
+        elif lengths is None:
+            raise OctavoBug("a graph of dynamic length needs the lengths of its plan")
+        self._shortest, self._longest, self._width = lengths[0], lengths[-1], int(width)
         self._runtime = trt.start()
         _check_validity(trt, self._runtime, plan)
         self._engine = trt.ask("load the plan", self._runtime.deserialize_cuda_engine, plan)
         self._plan_bytes = len(plan)
-        _check_engine(module, self._engine, graph, batches)
+        _check_engine(module, self._engine, graph, batches, lengths)
         self._config = trt.ask("configure the plan", self._engine.create_runtime_config)
-        self._kernels = _configured(trt, self._config, runtime_cache, place)
-        self._met: set[int] = set()  # batch sizes that kernels were compiled for
+        self._kernels = _configured(
+            trt, self._config, runtime_cache, place, specialize=self._fixed is not None
+        )
+        self._met: set[tuple[int, int]] = set()  # batch and length that kernels were compiled for
         self._pool = _Pool(_held(weights, graph.weights, place), place)
         with self._pool.context(place.stream(), self._new_context) as context:
-            self._shape(context, batches[0])
+            self._shape(context, batches[0], self._shortest)
 
     def encode(
         self, embeds: Tensor, mask: Tensor | None = None
@@ -196,9 +211,10 @@ class Session:
         """Embeddings [B, S, C], any float dtype -> (the L+1 hidden states, the final state).
 
         Results are [B, S, C] in the body's dtype, new tensors at every call, in order on the
-        current stream. `mask` [B, S] bool, True = attend, needs a plan with a mask. S is at most
-        the plan's positions: shorter rows are padded, which is exact since attention is causal.
-        More rows than the plan's largest batch are split.
+        current stream; T5 has no hidden states. `mask` [B, S] bool, True = attend, needs a plan
+        with a mask. S is at most the plan's positions: CLIP's shorter rows are padded, which is
+        exact since its attention is causal; T5's are not. More rows than the plan's largest batch
+        are split.
 
         Raises `EngineUnavailable` where this call cannot be served; the session lives on.
         """
@@ -276,8 +292,8 @@ class Session:
 
     def _check(self, embeds: Tensor, mask: Tensor | None) -> None:
         shape, device = list(embeds.shape), self._place.device
-        if len(shape) != 3 or not 0 < shape[1] <= self._positions or shape[2] != self._width:
-            needed = f"[B, 1 to {self._positions}, {self._width}]"
+        if len(shape) != 3 or not 0 < shape[1] <= self._longest or shape[2] != self._width:
+            needed = f"[B, 1 to {self._longest}, {self._width}]"
             raise _Refusal(f"the embeddings are {shape}, the plan takes {needed}", _NEXT)
         if shape[0] == 0:
             raise _Refusal("the batch is empty", "give at least one row")
@@ -295,32 +311,34 @@ class Session:
     def _padded(self, rows: Tensor, dtype: torch.dtype, stream: Any) -> Tensor:
         """[B, S, ...] -> [B, positions, ...] with zeros behind; the tensor itself where it fits."""
         rows, length = rows.detach(), rows.shape[1]
-        if length == self._positions and rows.dtype == dtype and _is_bindable(rows):
+        wanted = length if self._fixed is None else self._fixed
+        if length == wanted and rows.dtype == dtype and _is_bindable(rows):
             self._place.record(rows, stream)  # its memory may belong to another stream
             return rows
-        padded = self._place.empty((len(rows), self._positions, *rows.shape[2:]), dtype)
+        padded = self._place.empty((len(rows), wanted, *rows.shape[2:]), dtype)
         padded[:, :length].copy_(rows)
         padded[:, length:].zero_()
         return padded
 
     def _run(self, context: _Context, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """Enqueue one batch that the plan takes -> [B, positions, C] for each output."""
-        place, native, batch = self._place, context.native, len(inputs["embeds"])
-        if context.batch != batch:
-            self._shape(context, batch)
+        """Enqueue one batch that the plan takes -> [B, S, C] for each output."""
+        place, native = self._place, context.native
+        batch, length = inputs["embeds"].shape[:2]
+        if context.shape != (batch, length):
+            self._shape(context, batch, length)
         if context.bound is not context.weights:
             self._bind(native, context.weights.tensors)
             context.bound = context.weights
-        shape = (batch, self._positions, self._width)
-        outputs = {name: place.empty(shape, self._dtype) for name in self._graph.outputs}
+        shape = (batch, length, self._width)
+        outputs = {name: place.empty(shape, self._state) for name in self._graph.outputs}
         scratch = place.empty((context.scratch_bytes,), torch.uint8)
         # All that is freed when this returns is reused in this stream's order: after the plan ran.
         native.set_device_memory(scratch.data_ptr(), context.scratch_bytes)
         self._bind(native, inputs)
         self._bind(native, outputs)
         self._trt.ask("run the plan", native.execute_async_v3, place.handle(context.stream))
-        if batch not in self._met:
-            self._met.add(batch)
+        if (batch, length) not in self._met:
+            self._met.add((batch, length))
             if self._kernels is not None:  # at once: hosts are killed more often than closed
                 self._kernels.save()
         return list(outputs.values())
@@ -329,10 +347,10 @@ class Session:
         for name, tensor in tensors.items():
             self._trt.ask("bind " + name, native.set_tensor_address, name, tensor.data_ptr())
 
-    def _shape(self, context: _Context, batch: int) -> None:
-        """Set the shapes of one batch size and learn how much scratch they need."""
-        native, shape = context.native, (batch, self._positions, self._width)
-        context.batch = 0
+    def _shape(self, context: _Context, batch: int, length: int) -> None:
+        """Set the shapes of one batch and learn how much scratch they need."""
+        native, shape = context.native, (batch, length, self._width)
+        context.shape = None
         for name, dims in (("embeds", shape), ("mask", shape[:2]))[: 1 + self._graph.mask]:
             self._trt.ask(f"take {name} {list(dims)}", native.set_input_shape, name, dims)
         for name in self._graph.outputs:
@@ -341,7 +359,7 @@ class Session:
         # 0 means none, or that it failed: then the most that any shape needs is enough too.
         exact = native.update_device_memory_size_for_shapes()
         context.scratch_bytes = int(exact or self._engine.device_memory_size_v2)
-        context.batch = batch
+        context.shape = (batch, length)
 
     def _new_context(self) -> Any:
         make = self._engine.create_execution_context
@@ -470,12 +488,18 @@ def _check_validity(trt: _TensorRt, runtime: Any, plan: bytes) -> None:
     raise _Refusal(" and ".join(reason for reason, _ in said), said[0][1])
 
 
-def _check_engine(module: Any, engine: Any, graph: Promise, batches: tuple[int, ...]) -> None:
+def _check_engine(
+    module: Any,
+    engine: Any,
+    graph: Promise,
+    batches: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> None:
     """The engine's inputs, outputs and profile are those of the graph, to the letter."""
     mode, dtype, shape = module.TensorIOMode, graph.embeds.dtype, graph.embeds.shape
     dynamic = {"embeds": shape} | ({"mask": shape[:2]} if graph.mask else {})
     promised = {name: (mode.INPUT, t.dtype, t.shape) for name, t in graph.weights.items()}
-    promised |= dict.fromkeys(graph.outputs, (mode.OUTPUT, dtype, shape))
+    promised |= dict.fromkeys(graph.outputs, (mode.OUTPUT, graph.state.dtype, graph.state.shape))
     promised["embeds"] = (mode.INPUT, dtype, shape)
     if graph.mask:
         promised["mask"] = (mode.INPUT, "bool", shape[:2])
@@ -495,13 +519,13 @@ def _check_engine(module: Any, engine: Any, graph: Promise, batches: tuple[int, 
             raise _Refusal(f"the plan has {name} as {has}, not {dtype} {list(sizes)}", _REBUILD)
     for name, shape in dynamic.items():
         profile = [tuple(dims) for dims in engine.get_tensor_profile_shape(name, 0)]
-        if profile != [(batch, *shape[1:]) for batch in batches]:
+        if profile != [(*at, *shape[2:]) for at in zip(batches, lengths, strict=True)]:
             has = f"{name} from {list(profile[0])} to {list(profile[-1])}"
             raise _Refusal(f"the plan takes {has}, not batches {list(batches)}", _REBUILD)
 
 
 def _configured(
-    trt: _TensorRt, config: Any, runtime_cache: Path | None, place: Place
+    trt: _TensorRt, config: Any, runtime_cache: Path | None, place: Place, *, specialize: bool
 ) -> _RuntimeCache | None:
     """Make the choices that the docstring of this module explains."""
     module, can = trt.module, capabilities(trt.module)
@@ -511,7 +535,8 @@ def _configured(
     if can.has_cuda_graphs:
         config.cuda_graph_strategy = module.CudaGraphStrategy.DISABLED
     if can.has_kernel_specialization:
-        strategy = module.DynamicShapesKernelSpecializationStrategy.EAGER
+        strategies = module.DynamicShapesKernelSpecializationStrategy
+        strategy = strategies.EAGER if specialize else strategies.NONE
         config.dynamic_shapes_kernel_specialization_strategy = strategy
     if not can.has_runtime_cache or runtime_cache is None:
         return None
@@ -627,7 +652,7 @@ class _Context:
     stream: Any
     weights: _Weights
     bound: _Weights | None = None
-    batch: int = 0
+    shape: tuple[int, int] | None = None  # batch and length
     scratch_bytes: int = 0
 
 

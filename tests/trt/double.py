@@ -93,6 +93,7 @@ def plan_from_graph(
     twin: Graph | None = None,
     *,
     batches: tuple[int, int, int] = (1, 2, 16),
+    lengths: tuple[int, int, int] = (0, 0, 0),
     sms: Sequence[int] = (89, 120),
     version: str = VERSION,
     rtx: bool = True,
@@ -100,17 +101,21 @@ def plan_from_graph(
 ) -> bytes:
     """The double's plan of `graph`, computed by `twin` (float32) where given.
 
-    `changes`: tensor name -> [mode, dtype, shape] to put in its place, or None to leave it out.
+    `lengths`: of S where that is dynamic. `changes`: tensor name -> [mode, dtype, shape] to put in
+    its place, or None to leave it out.
     """
     tensors: dict[str, Any] = {
         "embeds": ["INPUT", graph.embeds.dtype, list(graph.embeds.shape)],
         **({"mask": ["INPUT", "bool", list(graph.embeds.shape[:2])]} if graph.mask else {}),
         **{n: ["INPUT", t.dtype, list(t.shape)] for n, t in graph.weights.items()},
-        **{n: ["OUTPUT", graph.embeds.dtype, list(graph.embeds.shape)] for n in graph.outputs},
+        **{n: ["OUTPUT", graph.state.dtype, list(graph.state.shape)] for n in graph.outputs},
     } | (changes or {})
     tensors = {n: t for n, t in tensors.items() if t is not None}
     profile = {
-        n: [[b, *shape[1:]] for b in batches]
+        n: [
+            [{"B": b, "S": s}.get(d, d) for d in shape]
+            for b, s in zip(batches, lengths, strict=True)
+        ]
         for n, (mode, _, shape) in tensors.items()
         if mode == "INPUT" and isinstance(shape[0], str)
     }
@@ -595,10 +600,14 @@ class Context(_Object):
 
     def get_tensor_shape(self, name: str) -> list[int]:
         with self._used() as engine:
-            batch = self.shapes["embeds"][0]
+            sizes = self._sizes()
             if self.world.faults.get("lies") == name:
-                batch += 1
-            return [batch if size == -1 else size for size in engine.get_tensor_shape(name)]
+                sizes["B"] += 1
+            return [sizes.get(size, size) for size in engine.tensors[name][2]]
+
+    def _sizes(self) -> dict[Any, int]:
+        """What the dynamic sizes are now."""
+        return dict(zip("BS", self.shapes["embeds"], strict=False))
 
     def update_device_memory_size_for_shapes(self) -> int:
         with self._used() as engine:
@@ -646,8 +655,8 @@ class Context(_Object):
             raise world.broken(f"no shape was set for {missing}")
         if missing := set(engine.tensors) - set(self.addresses):
             raise world.broken(f"no address was set for {missing}")
-        batch = self.shapes["embeds"][0]
-        if any(shape[0] != batch for shape in self.shapes.values()):
+        batch, dynamic = self.shapes["embeds"][0], self._sizes()
+        if any(shape[:2] != self.shapes["embeds"][:2] for shape in self.shapes.values()):
             raise world.broken(f"batches differ: {self.shapes}")
         if self.strategy is Allocation.USER_MANAGED:
             if not self.is_sized or self.scratch is None:
@@ -657,7 +666,7 @@ class Context(_Object):
             world.use(*self.scratch, engine.device, stream, "scratch")
         sizes = {}
         for name, (mode, dtype, shape) in engine.tensors.items():
-            dims = [batch if isinstance(size, str) else size for size in shape]
+            dims = [dynamic.get(size, size) for size in shape]
             sizes[name] = prod(dims) * _BYTES[dtype]
             world.use(self.addresses[name], sizes[name], engine.device, stream, name)
             if mode == "OUTPUT":
