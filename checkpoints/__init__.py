@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""Model files: reading them, recognising the CLIP text encoders in them, and what they hold.
+"""Model files: reading them, recognising the text encoders in them, and what they hold.
 
 Importing this imports no torch; reading a tensor does.
 """
@@ -9,6 +9,7 @@ from .detect import Detected, EncoderWeights, detect
 from .files import FileIdentity, TensorInfo, WeightsFile, open_weights
 from .fingerprint import Fingerprint, fingerprint
 from .memo import Memo
+from .scales import QuantizedLinear
 
 __all__ = [
     "Detected",
@@ -16,6 +17,7 @@ __all__ = [
     "FileIdentity",
     "Fingerprint",
     "Memo",
+    "QuantizedLinear",
     "TensorInfo",
     "WeightsFile",
     "detect",

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..encoders import T5Spec
 from ..encoders.ops import Activation
 from ..errors import FileError, UnsupportedEncoder
 from .files import Config, shown
@@ -110,3 +111,69 @@ def activation_of(config: Config, found: TextConfig) -> Activation:
     fault = f"names the activation {shown(found.activation)}"
     remedy = "only quick_gelu and gelu are served; override it if the config is wrong"
     raise UnsupportedEncoder(config.path, fault, remedy)
+
+
+# T5
+
+# Defaults of transformers' T5Config; UMT5Config and MT5Config have a gated feed-forward.
+_T5_DEFAULTS = {
+    "d_model": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "layer_norm_epsilon": 1e-6,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "relu",
+}
+_T5_TYPES = (None, "t5", "umt5", "mt5")
+_T5_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def with_t5_config(config: Config | None, spec: T5Spec) -> T5Spec:
+    """The spec with what a config of these sizes says that tensors cannot.
+
+    Raises FileError on nonsense and where the user gave the folder and the sizes differ,
+    UnsupportedEncoder where it is this encoder's and names mathematics that is not served.
+    """
+    if config is None or "d_model" not in config.values:
+        return spec
+    kind = config.values.get("model_type")
+    said = {**_T5_DEFAULTS, **config.values}
+    if kind in ("umt5", "mt5") and "feed_forward_proj" not in config.values:
+        said["feed_forward_proj"] = "gated-gelu"
+    sizes = (said["num_layers"], said["d_model"], said["num_heads"])
+    gating, _, activation = str(said["feed_forward_proj"]).rpartition("-")
+    if (*sizes, gating == "gated") != (spec.layers, spec.width, spec.heads, spec.gated):
+        if not config.binding:
+            return spec
+        fault = (
+            f"says {sizes[0]} layers of width {sizes[1]} with {sizes[2]} heads"
+            f"{', gated' if gating == 'gated' else ''}; the weights have {spec.layers} of width "
+            f"{spec.width} with {spec.heads}{', gated' if spec.gated else ''}"
+        )
+        remedy = "use this encoder's own config.json or give the weights file itself"
+        raise FileError(config.path, fault, remedy)
+    if kind not in _T5_TYPES:
+        remedy = "give a T5, mT5 or umT5"
+        raise UnsupportedEncoder(config.path, f"its encoder is a {shown(str(kind))}", remedy)
+    if gating and activation == "gelu":
+        activation = "gelu_new"  # transformers reads "gated-gelu" so
+    if gating not in ("", "gated") or activation not in _T5_ACTIVATIONS:
+        fault = f"names the feed-forward {shown(str(said['feed_forward_proj']))}"
+        raise UnsupportedEncoder(config.path, fault, "only relu, gated-gelu and alike are served")
+    eps, distance = said["layer_norm_epsilon"], said["relative_attention_max_distance"]
+    # The logarithmic buckets begin where a quarter of all ends.
+    if type(eps) is not float or not 0 < eps < 1 or type(distance) is not int:
+        raise _nonsense(config, "layer_norm_epsilon or relative_attention_max_distance")
+    if distance <= spec.buckets // 4:
+        raise _nonsense(config, "relative_attention_max_distance")
+    return replace(
+        spec, activation=_T5_ACTIVATIONS[activation], norm_eps=eps, max_distance=distance
+    )
+
+
+def _nonsense(config: Config, what: str) -> FileError:
+    return FileError(config.path, f"has no sound {what}", "repair it or download it again")

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which CLIP text encoders a file holds, in any layout and under any prefix, by positive evidence.
+"""Which text encoders a file holds, in any layout and under any prefix, by positive evidence.
 
-Nothing here imports torch or reads a tensor; `EncoderWeights.read` does.
+Nothing here imports torch or reads a tensor but for scales; `EncoderWeights.read` does.
 """
 
 from __future__ import annotations
@@ -10,28 +10,43 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from ..encoders import EncoderSpec, T5Spec, spec_from_facts
 from ..encoders.clip import HEAD_DIM, PROJECTION, ClipSpec
 from ..errors import FileError, OctavoError, UnsupportedEncoder
-from .configs import activation_of, matching
-from .files import DAMAGED, WeightsFile, open_weights, shown
-from .layouts import LAYER, LAYOUTS, LONG_CLIP_KEPT, Layout, Part, owner, projections
+from . import t5
+from .configs import activation_of, matching, with_t5_config
+from .files import DAMAGED, Config, WeightsFile, open_weights, shown
+from .layouts import (
+    LAYER,
+    LAYOUTS,
+    LONG_CLIP_KEPT,
+    Layout,
+    Part,
+    owner,
+    projections,
+    shape_of,
+)
+from .scales import (
+    PLAIN_DTYPES,
+    Fp8,
+    QuantizedLinear,
+    fp8_tensors,
+    is_side,
+    refused_format,
+)
+from .t5 import T5Layout
 
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-_WANTED = "give a file with CLIP-L, CLIP-H, CLIP-G or LongCLIP"
+_WANTED = "give a file with CLIP-L, CLIP-H, CLIP-G, LongCLIP, T5 or umT5"
 _PLAIN = "give the fp16, bf16 or fp32 file it was made from"
 _IGNORED = re.compile(r"(?:^|[._/])(?:position_ids|attn_mask|logit_scale)$")
-_SCALES = re.compile(
-    r"\.(?:comfy_quant|weight_scale\w*|input_scale|scale_weight|scale_input|pre_quant_scale|SCB"
-    r"|weight_(?:s_rel|s_channel|codebook|format)|weight\.(?:absmax|quant_map|quant_state\..*))$"
-)
-_OCTAVO_SCALES = re.compile(r"\.(?:comfy_quant|weight_scale|input_scale)$")
 
 
 @dataclass(frozen=True)
@@ -39,26 +54,54 @@ class EncoderWeights:
     """One text encoder of a file: what it is, and its tensors under their canonical names, lazily.
 
     `name` is unique in the file; `prefix` stands before the layout's own names; `dtype` is "fp32",
-    "fp16", "bf16" or, in a checkpoint of Octavo's, "fp8"; `projection_shape` is (proj, width).
+    "fp16", "bf16" or, where weights are E4M3, "fp8"; `projection_shape` is (proj, width).
     """
 
     name: str
-    spec: ClipSpec
+    spec: EncoderSpec
     prefix: str
     dtype: str
     projection_shape: tuple[int, int] | None
     file: WeightsFile = field(repr=False)
     _parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+    _fp8: Mapping[str, Fp8] = field(repr=False, default_factory=dict)  # by names in the file
+
+    @cached_property
+    def quantized(self) -> Mapping[str, QuantizedLinear]:
+        """Canonical name (no `.weight`) -> codes and scales, of each linear that is E4M3."""
+        return {
+            name: QuantizedLinear(shape, self._fp8[part.name], partial(self.read_codes, name))
+            for name, shape in self.spec.linears().items()
+            for part in self._parts[name + ".weight"]
+            if part.name in self._fp8
+        }
+
+    @cached_property
+    def _sides(self) -> Mapping[str, float]:
+        """What belongs to FP8 weights beside their codes, by canonical names."""
+        sides: dict[str, float] = {}
+        for name, parts in self._parts.items():
+            found = self._fp8.get(parts[0].name)
+            stem = name.removesuffix(".weight")
+            if found is None or (found == Fp8() and stem not in self.quantized):
+                continue
+            sides[stem + ".weight_scale"] = 1.0 if (w := found.weight_scale) is None else w
+            if found.input_scale is not None:
+                sides[stem + ".input_scale"] = found.input_scale
+            if found.full_precision:
+                sides[stem + ".full_precision"] = 1.0
+        return sides
 
     @property
     def scales(self) -> list[str]:
-        """Names in the file of what stands beside the FP8 weights of a checkpoint of Octavo's."""
-        names = self.file.tensors if self.dtype == "fp8" else ()
-        return sorted(n for n in names if n.startswith(self.prefix) and _OCTAVO_SCALES.search(n))
+        """Canonical names of what belongs to FP8 weights beside their codes; a plain scale is 1."""
+        return sorted(self._sides)
 
     def side(self, name: str) -> tuple[str, torch.Tensor]:
-        """(name without the prefix, value) of one of `scales`."""
-        return name.removeprefix(self.prefix), self.file.read(name)
+        """(name, FP32 []) of one of `scales`."""
+        import torch
+
+        return name, torch.tensor(self._sides[name], dtype=torch.float32)
 
     @property
     def label(self) -> object:
@@ -66,7 +109,7 @@ class EncoderWeights:
         return self.file.path
 
     def names(self) -> list[str]:
-        """Canonical names in the order of `ClipSpec.tensors`; a projection comes last."""
+        """Canonical names in the order of the spec's `tensors`; a projection comes last."""
         return list(self._parts)
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -74,24 +117,53 @@ class EncoderWeights:
         return tuple(part.name for part in self._parts[name])
 
     def read(self, name: str) -> torch.Tensor:
-        """The canonical tensor in the file's dtype, a view of the mapped file (only the position
-        table of LongCLIP's own files is a copy). Raises FileError."""
-        tensors = []
-        for part in self._parts[name]:
-            tensor = self.file.read(part.name)
-            if part.rows is not None:
-                tensor = tensor[slice(*part.rows)]
-            tensors.append(tensor.T if part.transposed else tensor)
-        if len(tensors) == 1:
-            return tensors[0]
-        import torch
+        """The values of a canonical tensor. Raises FileError.
 
-        return torch.cat(tensors)
+        In the file's dtype and a view of the mapped file (but for the position table of LongCLIP's
+        own files). FP8 is widened: linears and whatever has a scale to FP32, times the scale; the
+        rest to FP16, which holds every value of E4M3 and E5M2.
+        """
+        wide = name.removesuffix(".weight") in self.quantized
+        return _joined([self._widened(part, wide) for part in self._parts[name]])
+
+    def read_codes(self, linear: str) -> torch.Tensor:
+        """E4M3 codes [out, in] of one of `quantized`, as they are, a view of the mapped file."""
+        (part,) = self._parts[linear.removesuffix(".weight") + ".weight"]
+        return self._part(part)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """As `read`, but E4M3 codes as they are; with `scales` the whole content."""
+        if len(self._parts[name]) > 1:
+            return self.read(name)
+        return self._part(self._parts[name][0])
+
+    def _part(self, part: Part) -> torch.Tensor:
+        tensor = self.file.read(part.name)
+        if part.rows is not None:
+            tensor = tensor[slice(*part.rows)]
+        return tensor.T if part.transposed else tensor
+
+    def _widened(self, part: Part, wide: bool) -> torch.Tensor:
+        tensor = self._part(part)
+        if not self.file.tensors[part.name].dtype.startswith("F8_"):
+            return tensor
+        found = self._fp8.get(part.name, Fp8())
+        if found.weight_scale is not None:
+            return tensor.float().mul_(found.weight_scale)
+        return tensor.float() if wide else tensor.half()
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    import torch
+
+    return torch.cat(tensors)
 
 
 @dataclass(frozen=True)
 class Detected:
-    """The CLIP text encoders of `file`, and a sentence for each other encoder, left as it is."""
+    """The text encoders of `file`, and a sentence for each other encoder, left as it is."""
 
     file: WeightsFile
     encoders: tuple[EncoderWeights, ...]
@@ -117,7 +189,8 @@ def detect(
     activation: str | None = None,
     heads: int | None = None,
 ) -> Detected:
-    """Recognise every CLIP text encoder of a file; `activation` and `heads` override what it tells.
+    """Recognise every text encoder of a file; `activation` and `heads` override what it tells of a
+    CLIP (a T5 tells both itself).
 
     Raises UnsupportedEncoder where there is none, FileError where one is damaged.
     """
@@ -141,7 +214,7 @@ def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Det
             towers.append(_Left(f"an image tower{_at(prefix)}"))
             continue
         if not any(prefix + name in file.tensors for name in layout.tops):
-            continue  # another model's blocks, named like CLIP's
+            continue  # another model's blocks, named like an encoder's
         unlike = _unlike_clip(file, prefix) or _quantized(file, prefix, layout)
         if unlike:
             left.append(unlike)
@@ -164,7 +237,7 @@ def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Det
 
 def _sentence(left: _Left) -> str:
     what = left.what[0].upper() + left.what[1:]
-    return f"{what} is left as it is: Octavo serves CLIP text encoders in 16 or 32 bit."
+    return f"{what} is left as it is: Octavo serves CLIP and T5 in 16 or 32 bit or E4M3."
 
 
 def _at(prefix: str) -> str:
@@ -181,11 +254,12 @@ def _is_octavo(file: WeightsFile) -> bool:
     return "octavo" in file.metadata and file.path.is_file()
 
 
-def _candidates(file: WeightsFile) -> list[tuple[str, Layout]]:
-    """(prefix, layout) of everything whose blocks are named like CLIP's, sorted."""
-    found = {}
+def _candidates(file: WeightsFile) -> list[tuple[str, Layout | T5Layout]]:
+    """(prefix, layout) of everything whose blocks are named like an encoder's, sorted."""
+    layouts: tuple[Layout | T5Layout, ...] = (*LAYOUTS, t5.LAYOUT)
+    found: dict[tuple[str, int], Layout | T5Layout] = {}
     for name in file.tensors:
-        for order, layout in enumerate(LAYOUTS):
+        for order, layout in enumerate(layouts):
             match = layout.probe.search(name)
             if match:
                 found[name[: match.start()], order] = layout
@@ -205,60 +279,100 @@ def _unlike_clip(file: WeightsFile, prefix: str) -> _Left | None:
     return None
 
 
-def _own(file: WeightsFile, prefix: str, layout: Layout) -> list[str]:
+def _own(file: WeightsFile, prefix: str, layout: Layout | T5Layout) -> list[str]:
     """All names that belong to an encoder and matter, known or not."""
     spaces = tuple(prefix + space for space in layout.spaces)
     return [n for n in file.tensors if n.startswith(spaces) and not _IGNORED.search(n)]
 
 
-def _quantized(file: WeightsFile, prefix: str, layout: Layout) -> _Left | None:
+def _beside(file: WeightsFile, prefix: str) -> list[str]:
+    """A projection, if there is one, and what stands beside it."""
+    stems = {name.removesuffix(".weight") for name, _ in projections(prefix)}
+    return [n for n in file.tensors if n in stems or n.rpartition(".")[0] in stems]
+
+
+def _config_of(file: WeightsFile, prefix: str) -> Config | None:
+    return next((c for top, c in file.configs.items() if prefix.startswith(top)), None)
+
+
+def _kind(layout: Layout | T5Layout) -> str:
+    return "T5 encoder" if isinstance(layout, T5Layout) else "CLIP text encoder"
+
+
+def _quantized(file: WeightsFile, prefix: str, layout: Layout | T5Layout) -> _Left | None:
     names = _own(file, prefix, layout)
-    names += [n for n, _ in projections(prefix) if n in file.tensors]
-    scales = {n for n in names if _SCALES.search(n)}
-    dtypes = {file.tensors[n].dtype for n in names if n not in scales}
-    if _is_octavo(file):
-        scales = {n for n in scales if not _OCTAVO_SCALES.search(n)}
-        dtypes.discard("F8_E4M3")
-    stored = {"FP8" if d.startswith("F8_") else d for d in dtypes - set(_DTYPES)}
-    stored |= {n.rsplit(".", 1)[1] for n in scales}
+    if isinstance(layout, Layout):
+        names += _beside(file, prefix)
+    config = _config_of(file, prefix)
+    stored = refused_format(file, names, config.quantization if config else None)
     if not stored:
         return None
-    what = f"a CLIP text encoder{_at(prefix)} stored as {_listed(sorted(stored))}"
-    return _Left(what, _PLAIN)
+    return _Left(f"a {_kind(layout)}{_at(prefix)} stored as {_listed(stored)}", _PLAIN)
 
 
 def _encoder(
     file: WeightsFile,
     prefix: str,
-    layout: Layout,
+    layout: Layout | T5Layout,
     taken: set[str],
     activation: str | None,
     heads: int | None,
 ) -> EncoderWeights:
     """The encoder at `prefix`, every tensor's shape checked. Raises FileError."""
-    spec = _spec(file, prefix, layout, activation, heads)
-    parts = layout.parts(prefix, spec, file.tensors)
-    for part in (part for of_one in parts.values() for part in of_one):
-        _shape(file, part.name, part.shape)
     projection_shape = None
-    for name, transposed in projections(prefix):
-        if name in file.tensors:
-            wanted = ("projected", spec.width)
-            shape = _shape(file, name, wanted[::-1] if transposed else wanted)
-            parts[PROJECTION] = (Part(name, shape, transposed=transposed),)
-            projection_shape = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-            break
-    dtypes = {file.tensors[name].dtype for name in _own(file, prefix, layout)}
-    first = file.tensors[parts[spec.block(0) + "mlp.fc1.weight"][0].name].dtype
+    spec: EncoderSpec
+    own = _own(file, prefix, layout)
+    if isinstance(layout, T5Layout):
+        spec = _t5_spec(file, prefix, layout)
+        parts = layout.parts(prefix, spec, file.tensors)
+        first, name = "layer.0.SelfAttention.q", t5.NAMES[spec.family]
+    else:
+        spec = _spec(file, prefix, layout, activation, heads)
+        parts = layout.parts(prefix, spec, file.tensors)
+        first, name = "mlp.fc1", spec.family
+    for part in (part for of_one in parts.values() for part in of_one):
+        shape_of(file, part.name, part.shape)
+    if isinstance(layout, T5Layout):
+        used = {part.name for of_one in parts.values() for part in of_one}
+        own = t5.without_second_table(prefix, used, own)
+        t5.refuse_unused(file, used, [n for n in own if not is_side(n)])
+    else:
+        beside = _beside(file, prefix)
+        own += beside
+        _refuse_unknown(file, layout, {n for n, _ in projections(prefix)}, beside)
+        for source, transposed in projections(prefix):
+            if source in file.tensors:
+                wanted = ("projected", spec.width)
+                shape = shape_of(file, source, wanted[::-1] if transposed else wanted)
+                parts[PROJECTION] = (Part(source, shape, transposed=transposed),)
+                projection_shape = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+                break
+    weights = {part.name for of_one in parts.values() for part in of_one}
+    config = _config_of(file, prefix)
+    scaled = bool(config and config.quantization)
+    fp8 = fp8_tensors(file, prefix, weights, [n for n in own if is_side(n)], scaled=scaled)
+    dtype = file.tensors[parts[f"{spec.block(0)}{first}.weight"][0].name].dtype
     return EncoderWeights(
-        name=_unique(_name_in(prefix) or spec.family, taken),
+        name=_unique(_name_in(prefix) or name, taken),
         spec=spec,
         prefix=prefix,
-        dtype="fp8" if "F8_E4M3" in dtypes else _DTYPES[first],
+        dtype="fp8" if fp8 else PLAIN_DTYPES[dtype],
         projection_shape=projection_shape,
         file=file,
         _parts=parts,
+        _fp8=fp8,
     )
+
+
+def _t5_spec(file: WeightsFile, prefix: str, layout: T5Layout) -> T5Spec:
+    spec = t5.spec_of(file, prefix, _layers(file, prefix, layout))
+    try:
+        own = spec_from_facts(json.loads(file.metadata["octavo"])["spec"])
+        keys = ("activation", "max_distance", "norm_eps")
+        told = replace(spec, **{key: getattr(own, key) for key in keys})
+        return told if told == own else spec
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return with_t5_config(_config_of(file, prefix), spec)
 
 
 def _spec(
@@ -270,11 +384,11 @@ def _spec(
 ) -> ClipSpec:
     """The sizes, read from a few tensors, and by rule what no tensor tells."""
     layers = _layers(file, prefix, layout)
-    vocabulary, width = _shape(file, prefix + layout.tokens, ("vocabulary", "width"))
+    vocabulary, width = shape_of(file, prefix + layout.tokens, ("vocabulary", "width"))
     table = prefix + layout.positions
     if prefix + layout.more_positions in file.tensors:
         table = prefix + layout.more_positions
-    positions, _ = _shape(file, table, ("positions", width))
+    positions, _ = shape_of(file, table, ("positions", width))
     if table.endswith(layout.more_positions) and positions <= LONG_CLIP_KEPT:
         fault = (
             f"tensor {shown(table)} has {positions} positions, more than {LONG_CLIP_KEPT} needed"
@@ -282,12 +396,12 @@ def _spec(
         raise FileError(file.path, fault, DAMAGED)
     stem, _ = layout.leaves["mlp.fc1"]
     fc1 = f"{prefix}{layout.blocks}0.{stem}weight"
-    feed_forward, _ = _shape(file, fc1, ("feed-forward", width))
+    feed_forward, _ = shape_of(file, fc1, ("feed-forward", width))
 
     own = _told_by_octavo(file)
     activation = activation or own.get("activation")
     heads = own.get("heads") if heads is None else heads
-    config = next((c for top, c in file.configs.items() if prefix.startswith(top)), None)
+    config = _config_of(file, prefix)
     told = matching(config, width, layers)
     if activation is None and config and told:
         kind = activation_of(config, told)
@@ -323,10 +437,10 @@ def _told_by_octavo(file: WeightsFile) -> dict[str, Any]:
     return said if sound and type(eps) is float and 0 < eps < 1 and said["heads"] > 0 else {}
 
 
-def _layers(file: WeightsFile, prefix: str, layout: Layout) -> int:
+def _layers(file: WeightsFile, prefix: str, layout: Layout | T5Layout) -> int:
     """How many blocks there are, or one more than stand before a gap, whose absence then shows.
 
-    Raises FileError on a tensor that CLIP does not have: it would silently have no effect.
+    Raises FileError on a tensor that no such encoder has: it would silently have no effect.
     """
     indices = set()
     known = {prefix + name for name in layout.tops}
@@ -337,33 +451,26 @@ def _layers(file: WeightsFile, prefix: str, layout: Layout) -> int:
             indices.add(int(index))
             if leaf in in_block:
                 continue
-        if name not in known and not _SCALES.search(name):
-            fault = f"tensor {shown(name)} is none of a CLIP text encoder's"
-            raise FileError(file.path, fault, "give weights without added or renamed modules")
+        _refuse_unknown(file, layout, known, [name])
     before_gap = min(set(range(len(indices) + 1)) - indices)
     return before_gap if before_gap == len(indices) else before_gap + 1
 
 
-def _shape(file: WeightsFile, name: str, wanted: tuple[int | str, ...]) -> tuple[int, ...]:
-    """The tensor's shape if it is as wanted, where a text stands for any size. Raises FileError."""
-    info = file.tensors.get(name)
-    expected = f"[{', '.join(str(size) for size in wanted)}]"
-    if info is None:
-        fault = f"tensor {shown(name)} of shape {expected} is missing"
-        raise FileError(file.path, fault, DAMAGED)
-    sizes = info.shape
-    if len(sizes) != len(wanted) or not all(
-        size > 0 and (isinstance(want, str) or size == want)
-        for size, want in zip(sizes, wanted, strict=True)
-    ):
-        fault = f"tensor {shown(name)} has the shape {[*sizes]}, expected {expected}"
-        raise FileError(file.path, fault, DAMAGED)
-    return sizes
+_NAMES = ("clip_l", "clip_g", "clip_h", "t5xxl", "umt5xxl")
+
+
+def _refuse_unknown(
+    file: WeightsFile, layout: Layout | T5Layout, known: Container[str], names: Iterable[str]
+) -> None:
+    for name in names:
+        if name not in known and not is_side(name):
+            fault = f"tensor {shown(name)} is none of a {_kind(layout)}'s"
+            raise FileError(file.path, fault, "give weights without added or renamed modules")
 
 
 def _name_in(prefix: str) -> str | None:
     """The encoder's name where its packaging tells it, as in text_encoders.clip_l."""
-    names = [x for x in re.split(r"[./]", prefix) if x in ("clip_l", "clip_g", "clip_h")]
+    names = [x for x in re.split(r"[./]", prefix) if x in _NAMES]
     return names[-1] if names else None
 
 
@@ -377,7 +484,6 @@ def _unique(name: str, taken: set[str]) -> str:
 
 # What else there may be
 
-_T5 = re.compile(r"encoder\.block\.(\d{1,4})\.layer\.0\.SelfAttention\.q\.weight$")
 _BERT = re.compile(r"encoder\.layer\.(\d{1,4})\.attention\.self\.query\.weight$")
 _LLM = re.compile(r"layers\.(\d{1,4})\.input_layernorm\.weight$")
 _LORA = re.compile(r"(?:lora_(?:down|up|A|B)|lora_linear_layer\.(?:down|up))\.(?:\w+\.)?weight$")
@@ -391,11 +497,11 @@ def _other_encoders(file: WeightsFile) -> list[_Left]:
     """The text encoders of other families, told by the names that only they have."""
     found: dict[tuple[str, re.Pattern[str]], set[str]] = {}
     for name in file.tensors:
-        for pattern in (_T5, _BERT, _LLM):
+        for pattern in (_BERT, _LLM):
             match = pattern.search(name)
             if match:
                 found.setdefault((name[: match.start()], pattern), set()).add(match[1])
-    describe = {_T5: _t5, _BERT: _bert, _LLM: _llm}
+    describe = {_BERT: _bert, _LLM: _llm}
     left = []
     for (prefix, pattern), layers in sorted(found.items(), key=lambda item: item[0][0]):
         count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
@@ -407,14 +513,6 @@ def _rows(file: WeightsFile, *names: str) -> int:
     """Rows of the first table there is, which for an embedding is the vocabulary; else 0."""
     shapes = [file.tensors[name].shape for name in names if name in file.tensors]
     return shapes[0][0] if shapes and shapes[0] else 0
-
-
-def _t5(file: WeightsFile, prefix: str) -> str:
-    bias_of_second = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
-    if prefix + bias_of_second in file.tensors:
-        return "a umT5 encoder"
-    vocabulary = _rows(file, prefix + "shared.weight", prefix + "encoder.embed_tokens.weight")
-    return "an mT5 encoder" if vocabulary in (250112, 250100) else "a T5 encoder"
 
 
 def _bert(file: WeightsFile, prefix: str) -> str:

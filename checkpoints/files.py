@@ -75,11 +75,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Config:
-    """A config.json or open_clip_config.json. `binding`: the user gave the folder that holds it."""
+    """A config.json or open_clip_config.json. `binding`: the user gave the folder that holds it.
+
+    `quantization`: what it, or ModelOpt's hf_quant_config.json beside it, says of the weights.
+    """
 
     path: Path
     values: Mapping[str, Any]
     binding: bool
+    quantization: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,31 @@ class _Source:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, backed by the mapped file. Raises FileError."""
         # Touching a mapped page that is no longer in the file kills the process: look before.
+        self._check_unchanged()
+        return self._map(name)
+
+    def values(self, names: Collection[str]) -> dict[str, bytes]:
+        """The little-endian bytes of small tensors, read without torch where the format allows.
+
+        Raises FileError.
+        """
+        self._check_unchanged()
+        return {name: self._bytes(self._map(name)) for name in names}
+
+    @staticmethod
+    def _bytes(tensor: torch.Tensor) -> bytes:
+        import torch
+
+        found: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return found
+
+    def _check_unchanged(self) -> None:
         try:
             now = replace(FileIdentity.of(self.path), ctime_ns=self.identity.ctime_ns)
         except OSError:
             now = None
         if now != self.identity:  # but for ctime, which a new hard link changes too
             raise FileError(self.path, "changed while it was being read", "start again")
-        return self._map(name)
 
     def _map(self, name: str) -> torch.Tensor:
         raise NotImplementedError
@@ -146,7 +168,25 @@ class _Safetensors(_Source):
                 raise FileError(path, f"its header claims {length} bytes", DAMAGED)
             header = file.read(length)
         self.digest = hashlib.sha256(header).hexdigest()
-        self.tensors, self.metadata = _parse_header(path, header, self.identity.size - 8 - length)
+        body_bytes = self.identity.size - 8 - length
+        self.tensors, self.metadata, self._spans = _parse_header(path, header, body_bytes)
+        self._body_start = 8 + length
+
+    def values(self, names: Collection[str]) -> dict[str, bytes]:
+        self._check_unchanged()
+        found = {}
+        try:
+            with self.path.open("rb") as file:
+                for name in names:
+                    start, stop = self._spans[name]
+                    file.seek(self._body_start + start)
+                    found[name] = file.read(stop - start)
+                    if len(found[name]) != stop - start:
+                        raise OSError("the file is shorter than its header says")
+        except OSError as error:
+            fault = f"tensor {shown(name)} cannot be read ({_first_line(error)})"
+            raise FileError(self.path, fault, DAMAGED) from error
+        return found
 
     def _map(self, name: str) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
@@ -166,8 +206,11 @@ class _Safetensors(_Source):
 
 def _parse_header(
     path: Path, header: bytes, body_bytes: int
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Check a safetensors header as strictly as its specification: the offsets tile the body."""
+) -> tuple[dict[str, TensorInfo], dict[str, str], dict[str, tuple[int, int]]]:
+    """Check a safetensors header as strictly as its specification: the offsets tile the body.
+
+    Tensors, metadata, and where in the body each tensor lies (start, stop).
+    """
 
     def damaged(fault: str) -> FileError:
         return FileError(path, fault, DAMAGED)
@@ -209,7 +252,7 @@ def _parse_header(
         end = stop
     if end != body_bytes:
         raise damaged(f"its tensors take {end} bytes and the file holds {body_bytes}")
-    return tensors, metadata
+    return tensors, metadata, {name: (start, stop) for start, stop, name in spans}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,6 +308,7 @@ class _TorchFile(_Source):
 def _torch_dtype(tensor: torch.Tensor) -> str:
     """torch.bfloat16 -> BF16; the odd ones too get a name, so that they can be refused by it."""
     name = str(tensor.dtype).removeprefix("torch.").upper()
+    name = {"FLOAT8_E4M3FN": "F8_E4M3", "FLOAT8_E8M0FNU": "F8_E8M0"}.get(name, name)
     return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
@@ -378,12 +422,26 @@ class WeightsFile:
     def config(self) -> Mapping[str, Any] | None:
         """The config that belongs to the whole of it; None in a pipeline folder or without one."""
         config = self.configs.get("")
-        return config.values if config else None
+        return (config.values or None) if config else None
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor under its name in the file, mapped, in the file's dtype. Raises FileError."""
         source, inner = self._places[name]
         return source.read(inner)
+
+    def values(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The little-endian bytes of small tensors; of a safetensors file without torch.
+
+        Raises FileError.
+        """
+        found: dict[str, bytes] = {}
+        wanted: dict[_Source, dict[str, str]] = {}
+        for name in names:
+            source, inner = self._places[name]
+            wanted.setdefault(source, {})[inner] = name
+        for source, inners in wanted.items():
+            found |= {inners[inner]: data for inner, data in source.values(inners).items()}
+        return found
 
     def close(self) -> None:
         for source in self._sources:
@@ -527,11 +585,32 @@ def _shards(index: Path) -> list[tuple[_Source, list[str]]]:
 
 def _config_beside(main: Path, *, binding: bool) -> Config | None:
     names = ["config.json", "open_clip_config.json"]
+    quantization = _quantization_beside(main)
     for name in reversed(names) if main.name.startswith("open_clip") else names:
         path = main.with_name(name)
         if path.is_file():
-            return Config(path, _read_json(path), binding)
-    return None
+            values = _read_json(path)
+            return Config(path, values, binding, quantization or _said_of_quantization(values))
+    return Config(main.with_name(_MODELOPT), {}, binding, quantization) if quantization else None
+
+
+_MODELOPT = "hf_quant_config.json"
+
+
+def _quantization_beside(main: Path) -> Mapping[str, Any] | None:
+    """What ModelOpt's export says of the weights, in the terms of `quantization_config`."""
+    path = main.with_name(_MODELOPT)
+    if not path.is_file():
+        return None
+    said = _read_json(path).get("quantization")
+    if not isinstance(said, dict):
+        raise FileError(path, "names no quantization", "repair it or download it again")
+    return {"quant_method": "modelopt", **said}
+
+
+def _said_of_quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    said = values.get("quantization_config")
+    return said if isinstance(said, dict) else None
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

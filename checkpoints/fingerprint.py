@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from ..encoders import ClipSpec
+from ..encoders import EncoderSpec
 from ..encoders.clip import PROJECTION
 from ..errors import FileError
+from .detect import EncoderWeights
 from .files import shown
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ class Weights(Protocol):
     """What is hashed: `EncoderWeights` of a file, or a host's live weights."""
 
     @property
-    def spec(self) -> ClipSpec: ...
+    def spec(self) -> EncoderSpec: ...
     @property
     def projection_shape(self) -> tuple[int, int] | None: ...
     @property
     def scales(self) -> Sequence[str]:
-        """Names of side tensors of FP8 weights, in `side`'s terms."""
+        """Names of what belongs to FP8 weights beside their codes, in `side`'s terms."""
         ...
 
     @property
@@ -42,7 +43,7 @@ class Weights(Protocol):
 
     def read(self, name: str) -> torch.Tensor: ...
     def side(self, name: str) -> tuple[str, torch.Tensor]:
-        """(name without the file's prefix, value) of one of `scales`."""
+        """(canonical name, value) of one of `scales`."""
         ...
 
     def sources(self, name: str) -> Sequence[str]:
@@ -64,9 +65,12 @@ def fingerprint(
     """Hash canonical names, shapes and values widened to fp32, little-endian, one block at a time.
 
     The same tensors give the same digests from any packaging, and from any of fp32, fp16 and bf16
-    that holds the values exactly. The scales of FP8 weights are part of the body. `progress(done,
-    total)` counts bytes of fp32. Raises FileError on NaN or infinity.
+    that holds the values exactly. E4M3 is hashed as it is, with the scales: another scale or other
+    codes are other weights, and so are the same values in 16 bit, which would be quantized anew.
+    `progress(done, total)` counts bytes of fp32. Raises FileError on NaN or infinity.
     """
+    in_file = isinstance(weights, EncoderWeights)
+    stored = weights.stored if isinstance(weights, EncoderWeights) else weights.read
     shapes: dict[str, tuple[int, ...]] = dict(weights.spec.tensors())
     total = 4 * sum(map(prod, (*shapes.values(), weights.projection_shape or (0,))))
     done = 0
@@ -75,36 +79,60 @@ def fingerprint(
         digest: hashlib._Hash, name: str, tensor: torch.Tensor, sources: Sequence[str]
     ) -> None:
         nonlocal done
-        digest.update(json.dumps([name, tensor.shape]).encode() + b"\n")
-        for block in _blocks(tensor):
+        codes = in_file and _are_codes(tensor)
+        facts = [name, tensor.shape, "e4m3"] if codes else [name, tensor.shape]
+        digest.update(json.dumps(facts).encode() + b"\n")
+        for block in _code_blocks(tensor) if codes else _blocks(tensor):
             if block is None:
                 raise _not_finite(weights, tensor, sources)
-            digest.update(block.reshape(-1).numpy().astype("<f4", copy=False).data)
+            flat = block.reshape(-1).numpy()
+            digest.update(flat.data if codes else flat.astype("<f4", copy=False).data)
             done += block.numel() * 4
             if progress:
                 progress(done, total)
 
     body = hashlib.sha256(_SCHEMA)
     for name in shapes:
-        feed(body, name, weights.read(name), weights.sources(name))
+        feed(body, name, stored(name), weights.sources(name))
     for source in weights.scales:
         feed(body, *weights.side(source), (source,))
     if weights.projection_shape is None:
         return Fingerprint(body.hexdigest(), None)
     projection = hashlib.sha256(_SCHEMA)
-    feed(projection, PROJECTION, weights.read(PROJECTION), weights.sources(PROJECTION))
+    feed(projection, PROJECTION, stored(PROJECTION), weights.sources(PROJECTION))
     return Fingerprint(body.hexdigest(), projection.hexdigest())
+
+
+def _are_codes(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.dtype == torch.float8_e4m3fn
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in order, some of its rows at a time."""
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    step = max(1, _BLOCK_BYTES // (4 * max(1, tensor[:1].numel())))
+    for start in range(0, tensor.shape[0], step):
+        yield tensor[start : start + step]
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor in order, some of its rows at a time, widened to fp32."""
     import torch
 
-    if tensor.dim() == 0:
-        tensor = tensor.reshape(1)
-    step = max(1, _BLOCK_BYTES // (4 * max(1, tensor[:1].numel())))
-    for start in range(0, tensor.shape[0], step):
-        yield tensor[start : start + step].to(torch.float32).contiguous()
+    return (part.to(torch.float32).contiguous() for part in _parts(tensor))
+
+
+def _code_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """As `_blocks`, the codes of E4M3 as bytes."""
+    import torch
+
+    for part in _parts(tensor):
+        block = part.contiguous().view(torch.uint8)
+        # Without its sign, NaN is the largest code; E4M3 has no infinity.
+        yield None if int((block & 0x7F).amax()) == 0x7F else block
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor | None]:

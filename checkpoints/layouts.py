@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""The two layouts of CLIP text encoders: Hugging Face's, and OpenAI's, which OpenCLIP kept.
+"""The layouts of CLIP text encoders, Hugging Face's and OpenAI's (which OpenCLIP kept).
 
 Whatever stands before a layout's own names is the encoder's prefix, so that any packaging fits.
 """
@@ -12,12 +12,14 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ..encoders.clip import FINAL_NORM, POSITIONS, TOKENS, ClipSpec
+from ..errors import FileError
+from .files import DAMAGED, WeightsFile, shown
 
 LONG_CLIP_KEPT = (
     20  # LongCLIP (arXiv:2403.15378) keeps CLIP's first 20 positions, replaces the rest
 )
 LAYER = r"(?:0|[1-9]\d{0,3})"  # bounded: a hostile file must not make us count to a trillion
-_START = r"(?:^|(?<=[./]))"
+START = r"(?:^|(?<=[./]))"
 _CANONICAL = re.compile(r"text_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -101,7 +103,7 @@ HUGGING_FACE = Layout(
     more_positions="embeddings.position_embedding_res.weight",
     final_norm="final_layer_norm.",
     leaves={leaf: (leaf + ".", None) for leaf in (*_LINEARS, "layer_norm1", "layer_norm2")},
-    probe=re.compile(rf"{_START}encoder\.layers\.{LAYER}\.self_attn\.(?:[qkv]|out)_proj\.weight$"),
+    probe=re.compile(rf"{START}encoder\.layers\.{LAYER}\.self_attn\.(?:[qkv]|out)_proj\.weight$"),
     tower=("embeddings.patch_embedding.weight", "embeddings.class_embedding"),
 )
 OPENAI = Layout(
@@ -119,11 +121,28 @@ OPENAI = Layout(
         "layer_norm2": ("ln_2.", None),
     },
     probe=re.compile(
-        rf"{_START}transformer\.resblocks\.{LAYER}\.attn\.(?:in_proj_weight|out_proj\.weight)$"
+        rf"{START}transformer\.resblocks\.{LAYER}\.attn\.(?:in_proj_weight|out_proj\.weight)$"
     ),
     tower=("conv1.weight", "class_embedding"),
 )
 LAYOUTS = (HUGGING_FACE, OPENAI)
+
+
+def shape_of(file: WeightsFile, name: str, wanted: tuple[int | str, ...]) -> tuple[int, ...]:
+    """The tensor's shape if it is as wanted, where a text stands for any size. Raises FileError."""
+    info = file.tensors.get(name)
+    expected = f"[{', '.join(str(size) for size in wanted)}]"
+    if info is None:
+        fault = f"tensor {shown(name)} of shape {expected} is missing"
+        raise FileError(file.path, fault, DAMAGED)
+    sizes = info.shape
+    if len(sizes) != len(wanted) or not all(
+        size > 0 and (isinstance(want, str) or size == want)
+        for size, want in zip(sizes, wanted, strict=True)
+    ):
+        fault = f"tensor {shown(name)} has the shape {[*sizes]}, expected {expected}"
+        raise FileError(file.path, fault, DAMAGED)
+    return sizes
 
 
 def owner(prefix: str) -> str:

@@ -11,16 +11,19 @@ Octavo's own facts are one JSON string under the metadata key "octavo".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..encoders import ClipSpec
+from ..encoders import EncoderSpec, T5Spec, spec_from_facts
 from ..encoders.clip import PROJECTION
 from ..errors import FileError, QuantizationError
+from .scales import SMALLEST_SCALE, QuantizedLinear
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Precision = Literal["fp8", "16bit"]
@@ -28,15 +31,22 @@ Structure = Mapping[str, Precision]  # linear name -> how it is computed
 
 SCHEMA = 1
 METADATA_KEY = "octavo"
-_SMALLEST = 2.0**-126  # the smallest normal float32; a subnormal scale cannot be divided by
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 COMFY_FORMAT = b'{"format": "float8_e4m3fn"}'
-_LINEARS_PER_LAYER = 6
 _BODIES = ("float16", "bfloat16")
 
 
+def scales_of(amax: Tensor) -> Tensor:
+    """`amax / 448` in float32, any shape; 1.0 where that underflows, so that zeros stay zeros."""
+    import torch
+
+    scale = amax.float() / FP8_MAX
+    # Such a layer is zero to float32's precision, and its own scale could not be divided by.
+    return torch.where(scale < SMALLEST_SCALE, torch.ones_like(scale), scale)
+
+
 def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
-    """amax / 448 as a float32 scalar; 1.0 where only zeros were seen (any scale is exact then).
+    """`scales_of` one measured range, on the CPU.
 
     Raises `QuantizationError` where the range is unknown, NaN or infinite: it is never shipped.
     """
@@ -53,66 +63,160 @@ def scale_from_amax(amax: Tensor | None, name: str) -> Tensor:
             f"{name}: its largest magnitude is {value.item()}; FP8 needs finite values, "
             "check the file."
         )
-    scale = value / FP8_MAX
-    # A scale that underflows would divide by zero: such a layer is zero to FP32's precision.
-    return scale if scale >= _SMALLEST else torch.ones(())
+    return scales_of(value)
 
 
 def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantize to float8_e4m3fn: divide in float32, clamp; the cast rounds to nearest even."""
+    """Float [...] -> float8_e4m3fn [...] of `x / scale`: divided in float32, saturated at 448.
+
+    The cast rounds to nearest even and NaN stays NaN. `scale` is float32 [].
+    """
     import torch
 
-    return (x.float() / scale.to(x.device)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    # One dimension, because torch would let a [] scale take the dtype of x: this way the division
+    # is float32's in one kernel. The clamp: a plain cast turns what is too large into NaN.
+    wide = x / scale.to(x.device).reshape(1)
+    return wide.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def storage(tensor: Tensor) -> Tensor:
+def storage(tensor: Tensor, *, small: bool = False) -> Tensor:
     """The 16-bit form of an unquantized tensor, decided by its values, not by the file's dtype.
 
-    fp16 where exact, else bf16 where exact; else fp32 for vectors (small, and norms matter), and
-    for matrices fp16, or bf16 where fp16 would overflow.
+    fp16 where exact, else bf16 where exact; else fp32 for vectors and what is `small` (norms and
+    relative biases matter), and for matrices fp16, or bf16 where fp16 would overflow.
     """
     import torch
 
     for dtype in (torch.float16, torch.bfloat16):
-        small = tensor.to(dtype)
-        if torch.equal(small.to(tensor.dtype) if tensor.dtype != dtype else small, tensor):
-            return small
-    if tensor.dim() < 2:
+        narrow = tensor.to(dtype)
+        if torch.equal(narrow.to(tensor.dtype) if tensor.dtype != dtype else narrow, tensor):
+            return narrow
+    if small or tensor.dim() < 2:
         return tensor.float()
     fits = bool(tensor.abs().max() <= torch.finfo(torch.float16).max)
     return tensor.to(torch.float16 if fits else torch.bfloat16)
 
 
+class QuantizedTensors(Mapping[str, "Tensor"]):
+    """All tensors of the checkpoint file, each made of canonical weights when it is asked for.
+
+    So of an encoder that is larger than memory one tensor is held at a time. The linears of
+    `quantized` (`EncoderWeights.quantized`) that stay FP8 keep their codes, which are views of
+    their file, and their scales; only an input scale that they lack is made of `input_amax`.
+    `kept`: all are made now and kept. Making one raises `QuantizationError` for ranges that are
+    missing, NaN or infinite. T5's linears in 16 bit are bfloat16, as every engine of it wants them.
+    """
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        read: Callable[[str], Tensor],
+        structure: Structure,
+        input_amax: Mapping[str, Tensor],
+        *,
+        weight_amax: Mapping[str, Tensor] | None = None,
+        projection: bool = False,
+        quantized: Mapping[str, QuantizedLinear] | None = None,
+        kept: bool = False,
+    ) -> None:
+        self._read, self._input_amax, self._weight_amax = read, input_amax, weight_amax
+        self._own = quantized or {}
+        self._small: set[str] = set()
+        self._bfloat16: set[str] = set()
+        if isinstance(spec, T5Spec):
+            self._small = set(spec.bias_tables())
+            self._bfloat16 = {name + ".weight" for name in spec.linears()}
+        self._parts: dict[str, tuple[str, str]] = {}  # name -> (linear or name, what of it)
+        for name in (*spec.tensors(), *((PROJECTION,) if projection else ())):
+            linear = name.removesuffix(".weight")
+            if structure.get(linear) != "fp8" or not name.endswith(".weight"):
+                self._parts[name] = (name, "whole")
+                continue
+            for part in ("weight", "weight_scale", "input_scale", "comfy_quant"):
+                self._parts[f"{linear}.{part}"] = (linear, part)
+        self._shapes = spec.tensors()
+        self._scales: dict[str, Tensor] = {}
+        self._types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._kept: dict[str, Tensor] = {}
+        if kept:
+            self._kept = {name: self[name] for name in self}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        import torch
+
+        if name in self._kept:
+            return self._kept[name]
+        stem, part = self._parts[name]
+        if name in self._bfloat16 and part == "whole":
+            return self._read(name).to(torch.bfloat16).contiguous()
+        if part == "whole":
+            return storage(self._read(name), small=name in self._small).contiguous()
+        if part == "weight":
+            return self._codes(stem)
+        if part == "weight_scale":
+            if stem not in self._scales:
+                self._codes(stem)
+            return self._scales[stem]
+        if part == "input_scale":
+            own = self._own[stem].input_scale if stem in self._own else None
+            if own is not None:
+                return own
+            return scale_from_amax(self._input_amax.get(stem), stem + " (input)")
+        return torch.frombuffer(bytearray(COMFY_FORMAT), dtype=torch.uint8)
+
+    def _codes(self, linear: str) -> Tensor:
+        import torch
+
+        if linear in self._own:
+            scale = self._own[linear].weight_scale
+            self._scales[linear] = torch.ones(()) if scale is None else scale
+            return self._own[linear].codes()
+        name = linear + ".weight"
+        tensor = self._read(name)
+        # A searched (mse) range may be narrower than the weights: to_fp8's clamp is part of it.
+        searched = self._weight_amax
+        amax = tensor.float().abs().amax() if searched is None else searched.get(linear)
+        self._scales[linear] = scale_from_amax(amax, name)
+        return to_fp8(tensor, self._scales[linear])
+
+    def type(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of a tensor, without making it where that is known."""
+        import torch
+
+        part = self._parts[name][1]
+        if part == "weight":
+            return torch.float8_e4m3fn, self._shapes[name]
+        if part in ("weight_scale", "input_scale"):
+            return torch.float32, ()
+        if name not in self._types:
+            tensor = self[name]
+            self._types[name] = (tensor.dtype, tuple(tensor.shape))
+        return self._types[name]
+
+
 def quantized_tensors(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     read: Callable[[str], Tensor],
     structure: Structure,
     input_amax: Mapping[str, Tensor],
     *,
     weight_amax: Mapping[str, Tensor] | None = None,
     projection: bool = False,
+    quantized: Mapping[str, QuantizedLinear] | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of the checkpoint file, from canonical weights `read` one at a time."""
-    import torch
-
-    comfy = torch.frombuffer(bytearray(COMFY_FORMAT), dtype=torch.uint8)
-    tensors: dict[str, Tensor] = {}
-    for name in (*spec.tensors(), *((PROJECTION,) if projection else ())):
-        tensor = read(name)
-        linear = name.removesuffix(".weight")
-        if structure.get(linear) != "fp8" or not name.endswith(".weight"):
-            tensors[name] = storage(tensor).contiguous()
-            continue
-        # A searched (mse) range may be narrower than the weights: to_fp8's clamp is part of it.
-        amax = tensor.float().abs().amax() if weight_amax is None else weight_amax.get(linear)
-        scale = scale_from_amax(amax, name)
-        tensors[name] = to_fp8(tensor, scale)
-        tensors[linear + ".weight_scale"] = scale
-        tensors[linear + ".input_scale"] = scale_from_amax(
-            input_amax.get(linear), linear + " (input)"
+    """`QuantizedTensors`, all of them in memory."""
+    return dict(
+        QuantizedTensors(
+            spec, read, structure, input_amax,
+            weight_amax=weight_amax, projection=projection, quantized=quantized,
         )
-        tensors[linear + ".comfy_quant"] = comfy.clone()
-    return tensors
+    )  # fmt: skip
 
 
 def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -125,22 +229,27 @@ class QuantizedCheckpoint:
     """An FP8 checkpoint on disk, opened lazily."""
 
     path: Path
-    spec: ClipSpec
+    spec: EncoderSpec
     structure: Structure
     facts: Mapping[str, Any]
     names: frozenset[str]
 
     def read(self, name: str) -> Tensor:
         """A tensor as it lies in the file (mapped). Raises KeyError where there is none."""
-        import safetensors
         from torch import Tensor
 
         if name not in self.names:
             raise KeyError(name)
-        with safetensors.safe_open(self.path, framework="pt") as file:
-            tensor = file.get_tensor(name)
+        tensor = self._file.get_tensor(name)
         assert isinstance(tensor, Tensor)
         return tensor
+
+    @cached_property
+    def _file(self) -> Any:
+        """Opened at the first read and kept: the header of a large file takes milliseconds."""
+        import safetensors
+
+        return safetensors.safe_open(self.path, framework="pt")
 
     def dense(self, name: str) -> Tensor:
         """A canonical tensor in float32, FP8 values multiplied by their scale."""
@@ -176,7 +285,7 @@ def check_scales(checkpoint: QuantizedCheckpoint) -> None:
         for name in (linear + ".weight_scale", linear + ".input_scale"):
             scale = checkpoint.read(name)
             usable = scale.numel() == 1 and scale.dtype == torch.float32
-            if not (usable and torch.isfinite(scale).all() and (scale >= _SMALLEST).all()):
+            if not (usable and torch.isfinite(scale).all() and (scale >= SMALLEST_SCALE).all()):
                 raise FileError(
                     checkpoint.path,
                     f"has {name} = {scale.flatten()[:2].tolist()} where one positive, finite "
@@ -204,13 +313,10 @@ def open_quantized(path: Path) -> QuantizedCheckpoint:
                 raise FileError(
                     path, f"has checkpoint schema {facts['schema']}, not {SCHEMA}", remedy
                 )
-            spec_facts = dict(facts["spec"])
-            if spec_facts.pop("encoder") != "clip":
-                raise FileError(path, "holds an encoder of another family", remedy)
-            spec = ClipSpec(**spec_facts)
+            spec = spec_from_facts(facts["spec"])
             structure = dict(facts["structure"])
             # The count first: a hostile number of layers must not make us list them.
-            whole = spec.layers * _LINEARS_PER_LAYER == len(structure)
+            whole = spec.layers * len(replace(spec, layers=1).linears()) == len(structure)
             if not whole or structure.keys() != spec.linears().keys():
                 raise ValueError("its structure does not name every linear")
             if not set(structure.values()) <= {"fp8", "16bit"} or facts["body"] not in _BODIES:
@@ -232,7 +338,7 @@ def open_quantized(path: Path) -> QuantizedCheckpoint:
 
 
 def _expected_tensors(
-    spec: ClipSpec, structure: Structure
+    spec: EncoderSpec, structure: Structure
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Name -> (dtypes it may have, shape) of all that a checkpoint must hold."""
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}

@@ -9,17 +9,19 @@ behind under a name nobody can tell, and hides the system's error in a text.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import FileError
+from ..errors import FileError, OctavoBug
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _NAMES = {
@@ -86,29 +88,40 @@ def _unwritable(path: Path, error: OSError | ValueError, remedy: str) -> FileErr
 
 
 def write_safetensors(
-    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    type_of: Callable[[str], tuple[torch.dtype, tuple[int, ...]]] | None = None,
 ) -> None:
     """Tensors and metadata in the safetensors format; equal content gives equal bytes.
 
-    Widest elements first, as `save_file` orders them, so that each tensor is aligned. Raises
-    OSError.
+    Widest elements first, as `save_file` orders them, so that each tensor is aligned. `type_of`
+    (dtype and shape) spares tensors that are made when asked for: they are asked for in the order
+    of the file, one at a time. Raises OSError.
     """
     import torch
 
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    if type_of is None:
+        types = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    else:
+        types = {name: type_of(name) for name in tensors}
+    names = sorted(types, key=lambda name: (-types[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        dtype, shape = types[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
+            "dtype": _NAMES[str(dtype).removeprefix("torch.")],
+            "shape": list(shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        tensor = tensors[name]
+        if (tensor.dtype, tuple(tensor.shape)) != types[name]:
+            raise OctavoBug(f"{name} is no longer {types[name]}")
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
         file.write(flat.view(torch.uint8).numpy().data)

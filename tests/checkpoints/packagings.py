@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from octavo.encoders.clip import PROJECTION, ClipSpec
+from octavo.encoders.t5 import T5Spec
 from octavo.seeded import seeded_tensors
 from safetensors.torch import save_file
 
@@ -17,6 +18,8 @@ Tensors = dict[str, torch.Tensor]
 
 SMALL = ClipSpec(2, 128, 256, 2, 77, 1000, "gelu")
 LARGER = ClipSpec(3, 192, 384, 3, 77, 900, "gelu")  # the G beside an L
+# Heads times their size is not the width, as in the small v1.1 sizes: no slip hides.
+SMALL_T5 = T5Spec(3, 64, 96, 4, 12, 200)
 LONG = ClipSpec(2, 128, 256, 2, 248, 1000, "gelu")
 
 _OPENAI = {
@@ -107,14 +110,18 @@ def unet() -> Tensors:
     return {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
 
 
-def t5(prefix: str, *, vocabulary: int = 32128, bias_per_layer: bool = False) -> Tensors:
-    named = {prefix + "shared.weight": torch.ones(vocabulary, 2, dtype=torch.float16)}
-    for i in range(2):
-        attention = f"{prefix}encoder.block.{i}.layer.0.SelfAttention."
-        named[attention + "q.weight"] = torch.ones(8, 8, dtype=torch.float16)
-        if i == 0 or bias_per_layer:
-            named[attention + "relative_attention_bias.weight"] = torch.ones(32, 1)
-    return named
+def t5_canonical(
+    spec: T5Spec = SMALL_T5, seed: int = 0, *, dtype: torch.dtype = torch.float16
+) -> Tensors:
+    return dict(seeded_tensors(spec, seed=seed, dtype=dtype))
+
+
+def t5(prefix: str, spec: T5Spec = SMALL_T5) -> Tensors:
+    return prefixed(t5_canonical(spec), prefix)
+
+
+def prefixed(tensors: Tensors, prefix: str) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 IDS = torch.arange(77).expand(1, -1).contiguous()
@@ -189,7 +196,7 @@ def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str =
     """A safetensors file of zeros that takes no space on disk (where its file system allows)."""
     entries, end = {}, 0
     for name, shape in shapes.items():
-        size = {"F16": 2, "BF16": 2, "F32": 4}[dtype] * torch.Size(shape).numel()
+        size = {"F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4}[dtype] * torch.Size(shape).numel()
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     head = header_bytes(entries)

@@ -6,6 +6,7 @@ import json
 import random
 import warnings
 
+import fp8_files as f
 import packagings as p
 import pytest
 import torch
@@ -15,10 +16,13 @@ from octavo.errors import OctavoError
 from safetensors.torch import save
 
 SPEC = ClipSpec(2, 64, 128, 1, 32, 50, "gelu")
+T5 = p.T5Spec(2, 32, 48, 2, 12, 40)
 LAYOUTS = [
     p.hugging_face,
     p.openai,
-    lambda t: {**p.hugging_face(t, "clip_l.transformer.text_model.", ""), **p.t5("t5xxl.")},
+    lambda t: {**p.hugging_face(t, "clip_l.transformer.text_model.", ""), **p.t5("t5xxl.", T5)},
+    lambda t: f.comfy_quant(f.coded(t, SPEC.linears())),
+    lambda _: f.legacy(f.coded(p.t5_canonical(T5), T5.linears())),
 ]
 HUGE = [-1, 0, 1, 2, 3, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, 1e300, 0.5, True]
 HUGE += [None, "2", [], {}, [2]]
@@ -95,7 +99,7 @@ def change_shape(data, random):
         shape.reverse()
     elif what == 2:
         shape.clear()
-    else:
+    elif shape:
         shape[random.randrange(len(shape))] = random.choice(HUGE)
     return joined(entries, body)
 
@@ -179,9 +183,37 @@ def strange_json(data, random):
     )
 
 
+METADATA = [{"octavo": 1}, {"_quantization_metadata": "{"}, {"_quantization_metadata": "{}"}]
+
+
 def strange_metadata(data, random):
     entries, _, body = split(data)
-    entries["__metadata__"] = random.choice([*HUGE, {"a": 1}, {"octavo": "{}"}, {"octavo": 1}])
+    entries["__metadata__"] = random.choice([*HUGE, {"a": 1}, {"octavo": "{}"}, *METADATA])
+    return joined(entries, body)
+
+
+def change_scale(data, random):
+    """Other bytes, another dtype or another name for what stands beside FP8 weights."""
+    entries, _, body = split(data)
+    sides = [n for n in sorted(entries) if "scale" in n or n.endswith("comfy_quant")]
+    if not sides:
+        return flip_body(data, random)
+    name = random.choice(sides)
+    start, stop = entries[name]["data_offsets"]
+    what = random.randrange(4)
+    if what == 0:
+        noise = bytes(
+            random.choice([0, 0x7F, 0xFF, random.randrange(256)]) for _ in body[start:stop]
+        )
+        body = body[:start] + noise + body[stop:]
+    elif what == 1:
+        entries[name] |= {"dtype": "BF16", "shape": [(stop - start) // 2]}
+    elif what == 2:
+        stem = name.rpartition(".")[0]
+        kind = random.choice(["weight_scale", "scale_input", "comfy_quant", "x_scale", "weight"])
+        entries[f"{stem}.{kind}"] = entries.pop(name)
+    else:
+        entries[random.choice(sides)], entries[name] = entries[name], entries[random.choice(sides)]
     return joined(entries, body)
 
 
@@ -199,6 +231,9 @@ def insert_tensor(data, random):
         "transformer.resblocks.0.attn.in_proj_weight",
         "text_projection",
         "shared.weight",
+        "scaled_fp8",
+        "encoder.block.0.layer.1.DenseReluDense.wo.scale_weight",
+        "text_model.encoder.layers.1.mlp.fc2.comfy_quant",
     ]
     shape = random.choice([[], [0], [1], [2, 2], [40, 64], [1] * 16])
     size = 2 * torch.Size(shape).numel()
@@ -211,9 +246,9 @@ def insert_tensor(data, random):
 MUTATIONS = [
     *(flip_header, flip_body, truncate, lengthen, inflate_length, swap_dtype, consistent_dtype),
     *(change_shape, transpose_shape, change_offsets, exchange_offsets, duplicate_name, rename),
-    *(drop_tensor, strange_json, strange_metadata, insert_tensor),
+    *(drop_tensor, strange_json, strange_metadata, insert_tensor, change_scale),
 ]
-ROUNDS = 75  # 17 mutations: 1275 safetensors files, and 300 torch files below
+ROUNDS = 75  # 18 mutations: 1350 safetensors files, and 300 torch files below
 
 
 def outcome(path):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is not a CLIP text encoder in 16 or 32 bit is named, and never taken for one."""
+"""What is no CLIP or T5 in a format that is served is named, and never taken for one."""
 
 import packagings as p
 import pytest
@@ -34,10 +34,6 @@ def openai(**more):
 
 ONE = torch.ones(1)
 UNSUPPORTED = {
-    "T5": (p.t5(""), "holds a T5 encoder of 2 layers, which"),
-    "mT5": (p.t5("", vocabulary=250112), "an mT5 encoder of 2 layers"),
-    "mT5, short": (p.t5("", vocabulary=250100), "an mT5 encoder"),
-    "umT5": (p.t5("umt5xxl.transformer.", bias_per_layer=True), "a umT5 encoder"),
     "BERT": (bert("bert."), "a BERT encoder of 1 layer at 'bert.'"),
     "Chinese-CLIP": ({**bert("text_model."), **p.image_tower()}, "a BERT encoder"),
     "AltCLIP": ({**bert("text_model.roberta.", 250002), **p.image_tower()}, "an XLM-RoBERTa"),
@@ -128,31 +124,90 @@ def fp8(tensors, **more):
     return {**cast, **more}
 
 
+def note(name):
+    text = bytearray(b'{"format": "%s"}' % name.encode())
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
 BLOCK = "text_model.encoder.layers.0.mlp.fc1."
+FP8_FC1 = torch.ones(256, 128).to(torch.float8_e4m3fn)
 QUANTIZED = {
-    "plain FP8": (fp8(clip()), "stored as FP8"),
-    "FP8 in OpenAI's names": (fp8(openai()), "stored as FP8"),
-    "legacy scaled FP8": (
-        fp8(clip(), **{BLOCK + "scale_weight": ONE, "scaled_fp8": ONE}),
-        "stored as FP8 and scale_weight",
+    "mxfp8": (
+        clip(
+            **{
+                BLOCK + "weight": FP8_FC1,
+                BLOCK + "weight_scale": torch.ones(256, 4, dtype=torch.uint8),
+            }
+        ),
+        "stored as mxfp8",
     ),
-    "comfy_quant": (
-        fp8(clip(), **{BLOCK + "weight_scale": ONE, BLOCK + "comfy_quant": ONE.to(torch.uint8)}),
-        "stored as FP8, comfy_quant and weight_scale",
+    "mxfp8, said so": (
+        fp8(clip(), **{BLOCK + "comfy_quant": note("mxfp8"), BLOCK + "weight_scale": ONE}),
+        "stored as mxfp8",
     ),
+    "one scale per row": (
+        clip(**{BLOCK + "weight": FP8_FC1, BLOCK + "weight_scale": torch.ones(256, 1)}),
+        "stored as FP8 with one scale per row",
+    ),
+    "one scale per row, flat": (
+        clip(**{BLOCK + "weight": FP8_FC1, BLOCK + "scale_weight": torch.ones(256)}),
+        "stored as FP8 with one scale per row",
+    ),
+    "one scale per block": (
+        clip(**{BLOCK + "weight": FP8_FC1, BLOCK + "weight_scale": torch.ones(2, 1)}),
+        "stored as FP8 with one scale per block",
+    ),
+    "DeepSeek's FP8": (
+        clip(**{BLOCK + "weight": FP8_FC1, BLOCK + "weight_scale_inv": torch.ones(2, 1)}),
+        "stored as weight_scale_inv",
+    ),
+    "E5M2 with scales": (
+        clip(**{BLOCK + "weight": FP8_FC1.to(torch.float8_e5m2), BLOCK + "scale_weight": ONE}),
+        "stored as FP8 E5M2 with scales",
+    ),
+    "E5M2, said so": (
+        clip(
+            **{
+                BLOCK + "weight": FP8_FC1.to(torch.float8_e5m2),
+                BLOCK + "comfy_quant": note("float8_e5m2"),
+            }
+        ),
+        "stored as float8_e5m2",
+    ),
+    "FP8 that is not NVIDIA's": (
+        clip(**{BLOCK + "weight": FP8_FC1.to(torch.float8_e4m3fnuz)}),
+        "stored as F8_E4M3FNUZ",
+    ),
+    "nvfp4, said so": (
+        clip(
+            **{
+                BLOCK + "weight": torch.ones(256, 64).to(torch.uint8),
+                BLOCK + "weight_scale_2": ONE,
+                BLOCK + "comfy_quant": note("nvfp4"),
+            }
+        ),
+        "stored as nvfp4",
+    ),
+    "AWQ": (clip(**{BLOCK + "pre_quant_scale": torch.ones(128)}), "stored as pre_quant_scale"),
     "int8": (clip(**{BLOCK + "weight": torch.ones(256, 128).to(torch.int8)}), "stored as I8"),
     "nvfp4": (
         clip(**{BLOCK + "weight": torch.ones(256, 64).to(torch.uint8)}),
         "stored as U8",
+    ),
+    "nvfp4, not said": (
+        clip(
+            **{BLOCK + "weight": torch.ones(256, 64).to(torch.uint8), BLOCK + "weight_scale_2": ONE}
+        ),
+        "stored as U8 and weight_scale_2",
     ),
     "bitsandbytes": (
         clip(**{BLOCK + "weight.quant_state.bitsandbytes__nf4": ONE.to(torch.uint8)}),
         "stored as bitsandbytes__nf4",
     ),
     "double precision": (clip(**{BLOCK + "bias": torch.ones(256).double()}), "stored as F64"),
-    "FP8 projection": (
-        clip(**{PROJECTION: torch.ones(64, 128).to(torch.float8_e5m2)}),
-        "stored as FP8",
+    "int8 projection": (
+        clip(**{PROJECTION: torch.ones(64, 128).to(torch.int8)}),
+        "stored as I8",
     ),
 }
 
@@ -166,47 +221,22 @@ def test_quantized_clip_is_refused_by_name(kind, tmp_path):
     assert caught.value.remedy == "give the fp16, bf16 or fp32 file it was made from"
 
 
-def test_quantized_t5_does_not_matter_to_clip(tmp_path):
+def test_what_is_left_names_its_format(tmp_path):
     t5 = p.t5("t5xxl.transformer.")
-    query = "t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q."
-    t5 |= {
-        query + "weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
-        query + "weight_scale": ONE,
-        "t5xxl.transformer.scaled_fp8": ONE,
-    }
-    path = p.write(tmp_path / "x.safetensors", {**t5, **p.hugging_face(p.canonical(), "")})
-    plain = p.write(tmp_path / "plain.safetensors", p.canonical())
-    (weights,) = detect(path).encoders
-    assert weights.scales == []
-    assert fingerprint(weights) == fingerprint(detect(plain).encoders[0])
-
-
-def test_a_checkpoint_of_octavos_own(tmp_path):
-    tensors = p.canonical()
-    weight = tensors[BLOCK + "weight"]
-    scale = weight.float().abs().max() / 448
-    tensors[BLOCK + "weight"] = (weight.float() / scale).to(torch.float8_e4m3fn)
-    more = {
-        BLOCK + "weight_scale": scale,
-        BLOCK + "input_scale": torch.tensor(0.5),
-        BLOCK + "comfy_quant": torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8),
-    }
-
-    def written(name, more, metadata):
-        return detect(p.write(tmp_path / name, tensors | more, metadata))
-
-    detected = written("a.safetensors", more, {"octavo": "{}"})
-    (weights,) = detected.encoders
-    assert detected.is_octavo and weights.dtype == "fp8"
-    assert weights.read(BLOCK + "weight").dtype == torch.float8_e4m3fn
-    assert weights.scales == sorted(more)
-    other = written(
-        "b.safetensors", more | {BLOCK + "input_scale": torch.tensor(0.25)}, {"octavo": "{}"}
+    t5["t5xxl.transformer.encoder.block.1.layer.1.DenseReluDense.wo.weight"] = torch.ones(
+        64, 96, dtype=torch.int8
     )
-    assert fingerprint(weights) == fingerprint(weights)
-    assert fingerprint(weights) != fingerprint(other.encoders[0])  # scales are content
-    with pytest.raises(UnsupportedEncoder):
-        written("c.safetensors", more, {"other": "{}"})
+    path = p.write(tmp_path / "x.safetensors", {**t5, **p.hugging_face(p.canonical(), "")})
+    detected = detect(path)
+    plain = p.write(tmp_path / "plain.safetensors", p.canonical())
+    (weights,) = detected.encoders
+    assert fingerprint(weights) == fingerprint(detect(plain).encoders[0])
+    assert detected.unsupported == (
+        "A T5 encoder at 't5xxl.transformer.' stored as I8 is left as it is: "
+        "Octavo serves CLIP and T5 in 16 or 32 bit or E4M3.",
+    )
+    with pytest.raises(UnsupportedEncoder, match=r"holds a T5 encoder at '.*' stored as I8, which"):
+        detect(p.write(tmp_path / "t5.safetensors", t5))
 
 
 def test_two_layouts_under_one_prefix(tmp_path):

@@ -37,14 +37,15 @@ def test_every_packaging_gives_the_same_encoder(packaging, tmp_path, reference):
     tensors = p.canonical()
     path = p.write(tmp_path / "x.safetensors", p.ONE_ENCODER[packaging](tensors))
     detected = detect(path)
-    (weights,) = detected.encoders
+    weights = next(w for w in detected.encoders if w.name != "t5xxl")
+    assert len(detected.encoders) == (2 if "T5" in packaging else 1)
     projected = not packaging.startswith("SD1.5")
     assert_same(weights, tensors, projected=projected)
     found = fingerprint(weights)
     assert found.body == reference.body
     assert found.projection == (reference.projection if projected else None)
     assert (weights.dtype, detected.is_octavo) == ("fp16", False)
-    assert bool(detected.unsupported) == ("T5" in packaging)
+    assert not detected.unsupported and not weights.quantized and not weights.scales
 
 
 @pytest.mark.parametrize("layout", [p.hugging_face, p.openai])
@@ -191,7 +192,7 @@ SEVERAL = {
             }
             | p.t5("text_encoders.t5xxl.transformer.")
         ),
-        {"clip_g": (64, 192), "clip_l": (64, 128)},
+        {"clip_g": (64, 192), "clip_l": (64, 128), "t5xxl": None},
     ),
     "two of one name": (
         lambda small, larger: {
@@ -210,10 +211,10 @@ def test_several_encoders_in_one_file(packaging, tmp_path):
     detected = detect(p.write(tmp_path / "x.safetensors", assemble(small, larger)))
     assert {w.name: w.projection_shape for w in detected.encoders} == expected
     for weights in detected.encoders:
-        tensors = small if weights.spec.width == 128 else larger
+        tensors = {64: p.t5_canonical(), 128: small, 192: larger}[weights.spec.width]
         for name in weights.names():
             assert torch.equal(weights.read(name), tensors[name])
-    assert len({fingerprint(w).body for w in detected.encoders}) == 2
+    assert len({fingerprint(w).body for w in detected.encoders}) == len(expected)
 
 
 def config_of(spec, **more):
@@ -239,14 +240,15 @@ def test_a_pipeline_folder(tmp_path):
         config = config_of(spec, hidden_act=act)
         (tmp_path / f"text_encoder{name}" / "config.json").write_text(json.dumps(config))
     detected = detect(tmp_path)
-    assert [w.name for w in detected.encoders] == ["clip", "clip_2"]
-    assert [w.spec.activation for w in detected.encoders] == ["gelu", "quick_gelu"]
+    assert [w.name for w in detected.encoders] == ["clip", "clip_2", "t5"]
+    assert [w.spec.activation for w in detected.encoders] == ["gelu", "quick_gelu", "gelu_tanh"]
     assert [w.prefix for w in detected.encoders] == [
         "text_encoder/text_model.",
         "text_encoder_2/text_model.",
+        "text_encoder_3/",
     ]
-    assert "T5" in detected.unsupported[0] and "text_encoder_3/" in detected.unsupported[0]
-    for weights, tensors in zip(detected.encoders, (small, larger), strict=True):
+    assert not detected.unsupported
+    for weights, tensors in zip(detected.encoders, contents.values(), strict=True):
         assert all(torch.equal(weights.read(n), tensors[n]) for n in weights.names())
 
 

@@ -382,7 +382,8 @@ STRUCTURE = load_recipe("fp8").structure(TINY.linears())
 BAD_FACTS = {
     "another schema": ({"schema": 2}, "checkpoint schema 2, not 1"),
     "no schema": ({"schema": None}, "unreadable"),
-    "another family": ({"spec": {**TINY.facts(), "encoder": "t5"}}, "another family"),
+    "another family": ({"spec": {**TINY.facts(), "encoder": "bert"}}, "unknown family 'bert'"),
+    "another family's fields": ({"spec": {**TINY.facts(), "encoder": "t5"}}, "unreadable"),
     "no spec": ({"spec": None}, "unreadable"),
     "a field too many": ({"spec": {**TINY.facts(), "x": 1}}, "unreadable"),
     "a field missing": ({"spec": {"encoder": "clip", "layers": 2}}, "unreadable"),

@@ -1,0 +1,270 @@
+# SPDX-FileCopyrightText: The Octavo authors
+# SPDX-License-Identifier: Apache-2.0
+"""T5 in every packaging: the same encoder, tensor by tensor and by fingerprint."""
+
+import json
+from dataclasses import replace
+
+import packagings as p
+import pytest
+import torch
+from octavo import seeded
+from octavo.checkpoints import detect, fingerprint
+from octavo.encoders.t5 import TOKENS, T5Spec
+from octavo.errors import FileError, UnsupportedEncoder
+from test_packagings import shard
+
+EMBED_TOKENS = "encoder.embed_tokens.weight"
+BLOCK0, BLOCK1 = "encoder.block.0.", "encoder.block.1."
+BIAS = "layer.0.SelfAttention.relative_attention_bias.weight"
+WI_0 = "layer.1.DenseReluDense.wi_0.weight"
+
+OLD = replace(p.SMALL_T5, gated=False, activation="relu")
+UMT5 = replace(p.SMALL_T5, bias_per_layer=True)
+FULL_SIZE = {
+    "t5xxl": seeded.T5_XXL,
+    "umt5xxl": seeded.UMT5_XXL,
+    "mt5 xl": T5Spec(24, 2048, 5120, 32, 64, 250112),
+    "small": T5Spec(6, 512, 2048, 8, 64, 32128, gated=False, activation="relu"),
+    "v1.1 small": T5Spec(8, 512, 1024, 6, 64, 32128),
+    "base": T5Spec(12, 768, 3072, 12, 64, 32128, gated=False, activation="relu"),
+    "11b": T5Spec(24, 1024, 65536, 128, 128, 32128, gated=False, activation="relu"),
+    "byt5 small": T5Spec(12, 1472, 3584, 6, 64, 1510),
+}
+
+
+def with_decoder(tensors, prefix=""):
+    """As `T5ForConditionalGeneration` saves it."""
+    decoder = {
+        name.replace("encoder.", "decoder."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("encoder.")
+    }
+    for i in range(3):
+        cross = f"decoder.block.{i}.layer.1.EncDecAttention.q.weight"
+        decoder[cross] = tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
+    heads = {"lm_head.weight": tensors[TOKENS], "decoder.embed_tokens.weight": tensors[TOKENS]}
+    return p.prefixed({**tensors, **decoder, **heads}, prefix)
+
+
+def renamed(tensors):
+    return {EMBED_TOKENS if n == TOKENS else n: t for n, t in tensors.items()}
+
+
+PACKAGINGS = {
+    "transformers, encoder only": (lambda t: t, "t5"),
+    "ComfyUI, the table under both names": (lambda t: {**t, EMBED_TOKENS: t[TOKENS]}, "t5"),
+    "ComfyUI, embed_tokens alone": (renamed, "t5"),
+    "with a tokenizer": (lambda t: {**t, "spiece_model": torch.ones(9, dtype=torch.uint8)}, "t5"),
+    "encoder and decoder": (with_decoder, "t5"),
+    "encoder and decoder, prefixed": (lambda t: with_decoder(t, "model."), "t5"),
+    "in an SD3 checkpoint": (
+        lambda t: {
+            **p.prefixed(t, "text_encoders.t5xxl.transformer."),
+            "text_encoders.t5xxl.logit_scale": torch.tensor(4.6),
+            "model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": torch.ones(8, 8),
+        },
+        "t5xxl",
+    ),
+    "in a Wan checkpoint": (
+        lambda t: p.prefixed(renamed(t), "text_encoders.umt5xxl.transformer."),
+        "umt5xxl",
+    ),
+    "CLIPSave": (lambda t: p.prefixed(t, "t5xxl.transformer."), "t5xxl"),
+    "DataParallel": (lambda t: p.prefixed(t, "module."), "t5"),
+}
+
+
+@pytest.mark.parametrize("spec", [p.SMALL_T5, UMT5, OLD], ids=["v1.1", "umT5", "v1.0"])
+@pytest.mark.parametrize("packaging", PACKAGINGS)
+def test_every_packaging_gives_the_same_encoder(packaging, spec, tmp_path):
+    assemble, name = PACKAGINGS[packaging]
+    tensors = p.t5_canonical(spec)
+    detected = detect(p.write(tmp_path / "x.safetensors", assemble(tensors)))
+    (weights,) = detected.encoders
+    assert (weights.spec, weights.name, weights.dtype) == (spec, name, "fp16")
+    assert weights.names() == list(spec.tensors()) == list(tensors)
+    assert weights.projection_shape is None and not weights.quantized and not weights.scales
+    assert detected.unsupported == ()
+    for canonical, tensor in tensors.items():
+        read = weights.read(canonical)
+        assert read.dtype == torch.float16 and torch.equal(read, tensor), canonical
+    plain = p.write(tmp_path / "plain.safetensors", tensors)
+    assert fingerprint(weights) == fingerprint(detect(plain).encoders[0])
+    assert fingerprint(weights).projection is None
+
+
+@pytest.mark.parametrize("size", FULL_SIZE)
+def test_full_sizes_by_headers_alone(size, tmp_path):
+    spec = FULL_SIZE[size]
+    path = p.write_sparse(tmp_path / "x.safetensors", spec.tensors(), "BF16")
+    (weights,) = detect(path).encoders
+    assert (weights.spec, weights.dtype) == (spec, "bf16")
+    assert weights.name == (size if "xxl" in size else "t5")
+
+
+def test_every_tensor_counts(tmp_path):
+    tensors = p.t5_canonical(UMT5)
+    path = tmp_path / "x.safetensors"
+    bodies = {fingerprint(detect(p.write(path, tensors)).encoders[0]).body}
+    for name in tensors:
+        changed = {**tensors, name: tensors[name].clone()}
+        changed[name].view(-1)[-1] += 1
+        bodies.add(fingerprint(detect(p.write(path, changed)).encoders[0]).body)
+    assert len(bodies) == len(tensors) + 1
+
+
+def test_a_pipeline_folder_of_shards(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    spec = replace(p.SMALL_T5, max_distance=64, norm_eps=1e-5, activation="relu")
+    tensors = p.t5_canonical()
+    folder = tmp_path / "text_encoder_2"
+    folder.mkdir()
+    shard(folder, tensors, kind="safetensors")
+    config = config_of(spec, feed_forward_proj="gated-relu")
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, folder, folder / "model.safetensors.index.json"):
+        (weights,) = detect(path).encoders
+        assert (weights.spec, weights.name) == (spec, "t5")
+        assert all(torch.equal(weights.read(n), tensors[n]) for n in weights.names())
+
+
+def config_of(spec, **more):
+    return {
+        "model_type": "umt5" if spec.bias_per_layer else "t5",
+        "d_model": spec.width,
+        "num_layers": spec.layers,
+        "num_heads": spec.heads,
+        "relative_attention_max_distance": spec.max_distance,
+        "layer_norm_epsilon": spec.norm_eps,
+        "feed_forward_proj": "gated-gelu" if spec.gated else "relu",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "gating", "spec"),
+    [
+        ("T5EncoderModel", "gated-gelu", p.SMALL_T5),
+        ("T5EncoderModel", "relu", OLD),
+        ("T5EncoderModel", "gated-relu", replace(p.SMALL_T5, activation="relu")),
+        ("UMT5EncoderModel", "gated-gelu", UMT5),
+        ("MT5EncoderModel", "gated-gelu", p.SMALL_T5),
+        ("T5ForConditionalGeneration", "gated-gelu", p.SMALL_T5),
+    ],
+)
+def test_what_transformers_saves(kind, gating, spec, tmp_path):
+    import transformers
+
+    family = kind[: kind.index("5") + 1]
+    config = getattr(transformers, family + "Config")(
+        **{"vocab_size": 200, "d_model": 64, "d_kv": 12, "d_ff": 96, "num_layers": 3},
+        **{"num_heads": 4, "feed_forward_proj": gating, "num_decoder_layers": 2},
+        **{"relative_attention_max_distance": 100, "layer_norm_epsilon": 1e-5},
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config)
+    model.save_pretrained(tmp_path)
+    state = model.state_dict()
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        (weights,) = detect(path).encoders
+        assert weights.spec == replace(spec, max_distance=100, norm_eps=1e-5)
+        assert all(torch.equal(weights.read(name), state[name]) for name in weights.names())
+
+
+def without(name):
+    return {n: t for n, t in p.t5_canonical().items() if n != name}
+
+
+def shaped(name, *shape, tensors=None):
+    return {**(tensors or p.t5_canonical()), name: torch.ones(shape, dtype=torch.float16)}
+
+
+DAMAGED = {
+    "no table": (without(TOKENS), "tensor 'shared.weight' of shape [vocabulary, 64] is missing"),
+    "no bias": (without(BLOCK0 + BIAS), f"'{BLOCK0}{BIAS}' of shape [buckets, heads] is missing"),
+    "no norm": (
+        without("encoder.final_layer_norm.weight"),
+        "tensor 'encoder.final_layer_norm.weight' of shape [64] is missing",
+    ),
+    "a block is missing": (
+        {n: t for n, t in p.t5_canonical().items() if not n.startswith(BLOCK1)},
+        f"tensor '{BLOCK1}layer.0.SelfAttention.q.weight' of shape [48, 64] is missing",
+    ),
+    "another width": (
+        shaped(TOKENS, 200, 65),
+        "[200, 65], expected [vocabulary, 64]",
+    ),
+    "two shapes": (shaped(BLOCK1 + WI_0, 64, 96), "has the shape [64, 96], expected [96, 64]"),
+    "heads that do not fit": (
+        shaped(BLOCK0 + BIAS, 32, 5),
+        "5 heads, which do not divide 48",
+    ),
+    "an odd number of buckets": (shaped(BLOCK0 + BIAS, 31, 4), "has 31 buckets, an even number"),
+    "gated and not": (
+        shaped(BLOCK1 + "layer.1.DenseReluDense.wi.weight", 96, 64),
+        f"tensor '{BLOCK1}layer.1.DenseReluDense.wi.weight' does not belong beside",
+    ),
+    "a stray bias table": (
+        shaped("encoder.block.2." + BIAS, 32, 4),
+        f"tensor 'encoder.block.2.{BIAS}' does not belong beside",
+    ),
+    "biases in two blocks of three": (
+        shaped(BLOCK1 + BIAS, 32, 4),
+        f"tensor 'encoder.block.2.{BIAS}' of shape [32, 4] is missing",
+    ),
+    "an adapter": (
+        shaped(BLOCK0 + "layer.0.SelfAttention.q.lora_A.weight", 4, 64),
+        "lora_A.weight' is none of a T5 encoder's",
+    ),
+    "a bias": (
+        shaped(BLOCK0 + "layer.0.SelfAttention.q.bias", 48),
+        "SelfAttention.q.bias' is none of a T5 encoder's",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged(fault, tmp_path):
+    tensors, said = DAMAGED[fault]
+    with pytest.raises(FileError) as caught:
+        detect(p.write(tmp_path / "x.safetensors", tensors))
+    assert said in caught.value.fault and "\n" not in str(caught.value)
+
+
+CONFIGS = {
+    "other sizes": ({"num_heads": 8}, FileError, "says 3 layers of width 64 with 8 heads, gated"),
+    "not gated": ({"feed_forward_proj": "relu"}, FileError, "4 heads; the weights have 3 of width"),
+    "erf": ({"feed_forward_proj": "gated-silu"}, UnsupportedEncoder, "feed-forward 'gated-silu'"),
+    "another model": ({"model_type": "longt5"}, UnsupportedEncoder, "its encoder is a 'longt5'"),
+    "epsilon": ({"layer_norm_epsilon": "small"}, FileError, "no sound layer_norm_epsilon"),
+    "distance": ({"relative_attention_max_distance": 8}, FileError, "no sound relative_attention"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_config_that_does_not_fit(fault, tmp_path):
+    changes, kind, said = CONFIGS[fault]
+    path = p.write(tmp_path / "model.safetensors", p.t5_canonical())
+    (tmp_path / "config.json").write_text(json.dumps(config_of(p.SMALL_T5, **changes)))
+    with pytest.raises(kind) as caught:
+        detect(tmp_path)
+    assert type(caught.value) is kind and said in caught.value.fault
+    if fault in ("other sizes", "not gated"):  # beside a file that was named it means nothing
+        assert detect(path).encoders[0].spec == p.SMALL_T5
+
+
+def test_umt5s_config_is_gated_unless_it_says_otherwise(tmp_path):
+    p.write(tmp_path / "model.safetensors", p.t5_canonical(UMT5))
+    config = config_of(UMT5)
+    del config["feed_forward_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert detect(tmp_path).encoders[0].spec == UMT5
+
+
+def test_what_is_asked_of_a_clip_does_not_change_a_t5(tmp_path):
+    both = {**p.hugging_face(p.canonical()), **p.t5("t5xxl.")}
+    path = p.write(tmp_path / "x.safetensors", both)
+    by_name = {w.name: w.spec for w in detect(path, activation="quick_gelu", heads=1).encoders}
+    assert by_name["t5xxl"] == p.SMALL_T5
+    assert (by_name["clip"].activation, by_name["clip"].heads) == ("quick_gelu", 1)
