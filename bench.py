@@ -25,8 +25,9 @@ from .accelerated import AcceleratedEncoder, Hidden
 from .backends.plan_inputs import gemms
 from .backends.torch_ops import ReferenceEncoder, StreamedEncoder
 from .choose import Accepted, ladder, probe_packages
+from .compile import longest
 from .device import Device, probe
-from .encoders import ClipSpec
+from .encoders import EncoderSpec, T5Spec
 from .encoders.clip import PROJECTION
 from .engine_cache import EngineCache
 from .errors import OctavoError
@@ -75,7 +76,7 @@ class LiveHost:
     """Weights in memory as a host of AcceleratedEncoder; its own PyTorch is ComfyUI's way."""
 
     def __init__(
-        self, name: str, spec: ClipSpec, tensors: dict[str, Tensor], device: torch.device
+        self, name: str, spec: EncoderSpec, tensors: dict[str, Tensor], device: torch.device
     ) -> None:
         self.name, self.spec, self.device = name, spec, device
         self.tensors = tensors
@@ -107,8 +108,9 @@ def bench(
     device = probe(host.device)
     result = Bench(f"{host.name} ({host.spec.family})", device.describe(), _versions(device))
     generator = torch.Generator().manual_seed(0)
+    size = 1.0 if isinstance(host.spec, T5Spec) else 0.02  # of token embeddings
     inputs = {
-        s: (torch.randn(*s, host.spec.width, generator=generator) * 0.02).to(host.device)
+        s: (torch.randn(*s, host.spec.width, generator=generator) * size).to(host.device)
         for s in shapes
     }
     expected = {s: host.encode(x, None)[1].float() for s, x in inputs.items()}
@@ -160,8 +162,9 @@ def bench(
 
 
 def _half(host: LiveHost) -> Callable[[Tensor], Any]:
-    module = ReferenceEncoder(host.spec, host.read, dtype=torch.float16, device=host.device)
-    return lambda x: module(x.to(torch.float16))
+    dtype = torch.bfloat16 if isinstance(host.spec, T5Spec) else torch.float16
+    module = ReferenceEncoder(host.spec, host.read, dtype=dtype, device=host.device)
+    return lambda x: module(x.to(dtype))
 
 
 def _last(output: Any) -> Tensor:
@@ -170,37 +173,70 @@ def _last(output: Any) -> Tensor:
     return output.last_hidden_state  # type: ignore[no-any-return]
 
 
+def _transformers_model(host: LiveHost) -> Any:
+    """transformers' own module of the host's weights, in half precision; raises ImportError."""
+    spec = host.spec
+    if isinstance(spec, T5Spec):
+        from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+        kind = "relu" if spec.activation == "relu" else "gelu"
+        sizes: dict[str, Any] = {
+            "vocab_size": spec.vocabulary, "d_model": spec.width, "d_kv": spec.head_dim,
+            "d_ff": spec.feed_forward, "num_layers": spec.layers, "num_heads": spec.heads,
+            "relative_attention_num_buckets": spec.buckets, "layer_norm_epsilon": spec.norm_eps,
+            "relative_attention_max_distance": spec.max_distance,
+            "feed_forward_proj": f"gated-{kind}" if spec.gated else kind,
+        }  # fmt: skip
+        with torch.device("meta"):
+            made: Any = (
+                UMT5EncoderModel(UMT5Config(**sizes))
+                if spec.bias_per_layer
+                else T5EncoderModel(T5Config(**sizes))
+            )
+        model = made.to_empty(device=host.device).to(torch.bfloat16).eval()
+        prefix = ""
+    else:
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        config = CLIPTextConfig(
+            vocab_size=spec.vocabulary, hidden_size=spec.width, num_hidden_layers=spec.layers,
+            intermediate_size=spec.feed_forward, num_attention_heads=spec.heads,
+            hidden_act=spec.activation, max_position_embeddings=spec.positions,
+            layer_norm_eps=spec.layer_norm_eps,
+        )  # fmt: skip
+        with torch.device("meta"):
+            made = CLIPTextModel(config)
+        model = made.to_empty(device=host.device).to(torch.float16).eval()
+        prefix = "text_model."
+    wanted = {n.removeprefix(prefix): n for n in spec.tensors()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            canonical = name.replace("encoder.embed_tokens.weight", spec.token_table)
+            parameter.copy_(host.read(wanted[canonical.removeprefix(prefix)]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("position_ids") and not isinstance(spec, T5Spec):
+                buffer.copy_(torch.arange(spec.positions)[None])
+    return model
+
+
 def _bench_transformers(host: LiveHost, time_way: Callable[..., None], result: Bench) -> None:
     try:
-        from transformers import CLIPTextConfig, CLIPTextModel
+        model = _transformers_model(host)
     except ImportError as error:
         result.skipped["transformers compiled"] = f"transformers is not installed ({error})"
         return
     spec = host.spec
-    config = CLIPTextConfig(
-        vocab_size=spec.vocabulary, hidden_size=spec.width, intermediate_size=spec.feed_forward,
-        num_hidden_layers=spec.layers, num_attention_heads=spec.heads, hidden_act=spec.activation,
-        max_position_embeddings=spec.positions, layer_norm_eps=spec.layer_norm_eps,
-    )  # fmt: skip
-    with torch.device("meta"):
-        made: Any = CLIPTextModel(config)
-    model = made.to_empty(device=host.device).to(torch.float16).eval()
-    wanted = {n.removeprefix("text_model."): n for n in spec.tensors()}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(host.read(wanted[name.removeprefix("text_model.")]))
-        for name, buffer in model.named_buffers():
-            if name.endswith("position_ids"):
-                buffer.copy_(torch.arange(spec.positions)[None])
     ids = {}
 
     def run(x: Tensor) -> Any:
         shape = (x.shape[0], x.shape[1])
         if shape not in ids:
             rows = torch.randint(1, 1000, shape, generator=torch.Generator().manual_seed(1))
-            rows[:, -1] = 49407 if spec.vocabulary > 49407 else spec.vocabulary - 1
+            if not isinstance(spec, T5Spec):
+                rows[:, -1] = 49407 if spec.vocabulary > 49407 else spec.vocabulary - 1
             ids[shape] = rows.to(host.device)
-        return compiled_model(input_ids=ids[shape], output_hidden_states=True)
+        hidden = {} if isinstance(spec, T5Spec) else {"output_hidden_states": True}
+        return compiled_model(input_ids=ids[shape], **hidden)
 
     compiled_model: Any = torch.compile(model)
     with torch.no_grad():
@@ -259,7 +295,7 @@ def _floor(host: LiveHost, shape: Shape, repeats: int) -> dict[str, Any]:
     tokens = shape[0] * shape[1]
     products: list[tuple[Tensor, Tensor]] = []
     sizes = spec.linears()
-    for names in gemms(spec, load_recipe("fp8").structure(sizes), fused=True).values():
+    for names in gemms(spec, load_recipe("fp8").of(spec).structure(sizes), fused=True).values():
         out, inner = sum(sizes[n][0] for n in names), sizes[names[0]][1]
         rows = -(-tokens // 16) * 16  # _scaled_mm wants multiples of 16 on some devices
         products.append(
@@ -312,6 +348,13 @@ def _versions(device: Device) -> dict[str, str]:
     if device.cuda:
         found["cuda"] = device.cuda
     return found
+
+
+def shapes_of(spec: EncoderSpec, wanted: Sequence[Shape] | None) -> list[Shape]:
+    """What to time: what was asked for, as far as the encoder goes, or what hosts send."""
+    if wanted is None:
+        wanted = [(1, 256), (1, 512)] if isinstance(spec, T5Spec) else [(1, 77), (2, 77)]
+    return list(dict.fromkeys((batch, min(tokens, longest(spec))) for batch, tokens in wanted))
 
 
 def parse_shapes(text: str) -> list[Shape]:

@@ -3,7 +3,9 @@
 """Calibration: the range of every linear's input, by NVIDIA ModelOpt or else by our own `max`.
 
 Both see the same prompts through the same FP32 reference, and `max` gives equal numbers either way
-(tested), so which one ran does not change the checkpoint's key.
+(tested), so which one ran does not change the checkpoint's key. An encoder that is larger than
+memory goes block by block: one block of the reference at a time, its outputs are the next one's
+inputs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import torch
 from torch import Tensor
 
 from .backends.amax import AmaxRecorder
-from .backends.torch_ops import Reference, ReferenceEncoder
-from .encoders import encode
+from .backends.torch_ops import Read, Reference, ReferenceBlock, ReferenceEncoder
+from .encoders import EncoderSpec, block, encode
 from .errors import OctavoError, QuantizationError
 from .recipes import Recipe
 
 log = logging.getLogger(__name__)
+
+OWN = "octavo max"
 
 
 @dataclass(frozen=True)
@@ -59,38 +63,124 @@ def calibrate(
     recipe's algorithm needs ModelOpt and it is missing, `QuantizationError` on NaN or infinite
     ranges.
     """
-    if isinstance(reference, ReferenceEncoder) and (
-        has_modelopt() if modelopt is None else modelopt
-    ):
+    wanted = isinstance(reference, ReferenceEncoder) and _wants_modelopt(modelopt)
+    if isinstance(reference, ReferenceEncoder) and wanted:
         try:
-            return _with_modelopt(reference, batches, recipe, progress)
+            ranges = _modelopt_ranges(reference, recipe, _each(reference, batches, progress))
+            return _checked(ranges, reference.spec)
         except ImportError as error:
-            if modelopt or recipe.algorithm != "max":
-                raise OctavoError(
-                    f"NVIDIA ModelOpt cannot be imported ({error}); install it with "
-                    "'pip install nvidia-modelopt' or use the algorithm 'max'."
-                ) from error
-            log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
-    if recipe.algorithm != "max":
-        raise OctavoError(
-            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt, which calibrates "
-            "on the CPU only; install it with 'pip install nvidia-modelopt' or use 'max'."
-        )
+            _without_modelopt(error, modelopt, recipe)
+    _needs_modelopt(recipe)
     recorder = AmaxRecorder()
     with torch.no_grad():
         for done, embeds in enumerate(batches, 1):
             encode(reference.ops(recorder), reference.spec, embeds)
             if progress:
                 progress(done, len(batches))
-    return _checked(Calibration(recorder.amax, None, "octavo max"), reference)
+    return _checked(Calibration(recorder.amax, None, OWN), reference.spec)
 
 
-def _with_modelopt(
-    reference: ReferenceEncoder,
+def calibrate_by_blocks(
+    spec: EncoderSpec,
+    read: Read,
     batches: Sequence[Tensor],
     recipe: Recipe,
-    progress: Callable[[int, int], None] | None,
+    *,
+    device: torch.device | str = "cpu",
+    modelopt: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
+    """As `calibrate`, of an encoder of which one block is held in FP32, on `device`.
+
+    `batches` [B, S, C] are what goes into block 0 and may differ in length; `read(name)` gives
+    canonical weights of any float dtype. ModelOpt calibrates on the CPU only. `progress` counts
+    blocks.
+    """
+    states = list(batches)
+    inputs: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    method = OWN
+    wanted = str(device) == "cpu" and _wants_modelopt(modelopt)
+    if not wanted:
+        _needs_modelopt(recipe)
+    for index in range(spec.layers):
+        one = ReferenceBlock(spec, read, index, device=device)
+        outputs: list[Tensor] = []
+        found = None
+        if wanted:
+            try:
+                found = _modelopt_ranges(one, recipe, _carrying(states, outputs))
+            except ImportError as error:
+                _without_modelopt(error, modelopt, recipe)
+                wanted = False
+        if found is None:
+            recorder = AmaxRecorder()
+            with torch.no_grad():
+                for x in states:
+                    outputs.append(block(one.ops(recorder), spec, index, x))
+            found = Calibration(recorder.amax, None, OWN)
+        inputs |= found.input_amax
+        weights |= found.weight_amax or {}
+        method, states = found.method, outputs
+        if progress:
+            progress(index + 1, spec.layers)
+    return _checked(Calibration(inputs, weights or None, method), spec)
+
+
+def _wants_modelopt(asked: bool | None) -> bool:
+    return has_modelopt() if asked is None else asked
+
+
+def _without_modelopt(error: ImportError, asked: bool | None, recipe: Recipe) -> None:
+    """Raise where ModelOpt cannot be done without; else say that it is."""
+    if asked or recipe.algorithm != "max":
+        raise OctavoError(
+            f"NVIDIA ModelOpt cannot be imported ({error}); install it with "
+            "'pip install nvidia-modelopt' or use the algorithm 'max'."
+        ) from error
+    log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
+
+
+def _needs_modelopt(recipe: Recipe) -> None:
+    if recipe.algorithm != "max":
+        raise OctavoError(
+            f"calibration algorithm '{recipe.algorithm}' needs NVIDIA ModelOpt, which calibrates "
+            "on the CPU only; install it with 'pip install nvidia-modelopt' or use 'max'."
+        )
+
+
+def _carrying(states: Sequence[Tensor], outputs: list[Tensor]) -> Callable[[torch.nn.Module], None]:
+    """Show a block `states` and keep what comes out the first time.
+
+    ModelOpt only watches in that pass: it is FP32. An algorithm may ask for more of them.
+    """
+
+    def run(module: torch.nn.Module) -> None:
+        found = [module(x) for x in states]
+        if not outputs:
+            outputs.extend(found)
+
+    return run
+
+
+def _each(
+    reference: ReferenceEncoder,
+    batches: Sequence[Tensor],
+    progress: Callable[[int, int], None] | None,
+) -> Callable[[torch.nn.Module], None]:
+    def run(module: torch.nn.Module) -> None:
+        for done, embeds in enumerate(batches, 1):
+            module(embeds)
+            if progress:
+                progress(done, len(batches))
+
+    return run
+
+
+def _modelopt_ranges(
+    reference: ReferenceEncoder, recipe: Recipe, run: Callable[[torch.nn.Module], None]
+) -> Calibration:
+    """The ranges of `reference`, or of a block; `run(module)` shows it the prompts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "transformers not tested", "CUDA not available", ...
         _import_modelopt()
@@ -108,13 +198,6 @@ def _with_modelopt(
             ],
             "algorithm": None,  # calibrated below: replacing the modules prints, and must not
         }
-
-        def run(module: torch.nn.Module) -> None:
-            for done, embeds in enumerate(batches, 1):
-                module(embeds)
-                if progress:
-                    progress(done, len(batches))
-
         with torch.no_grad():  # not inference_mode: its tensors would stay inference tensors
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -139,8 +222,7 @@ def _with_modelopt(
             for name, value in amax.items()
             if name.endswith(".weight_quantizer") and value is not None
         }
-    method = f"modelopt {modelopt.__version__} {recipe.algorithm}"
-    return _checked(Calibration(inputs, weights, method), reference)
+    return Calibration(inputs, weights, f"modelopt {modelopt.__version__} {recipe.algorithm}")
 
 
 def _import_modelopt() -> None:
@@ -167,8 +249,8 @@ def _import_modelopt() -> None:
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
-def _checked(calibration: Calibration, reference: Reference) -> Calibration:
-    for name in reference.spec.linears():
+def _checked(calibration: Calibration, spec: EncoderSpec) -> Calibration:
+    for name in spec.linears():
         seen = calibration.input_amax.get(name)
         if seen is None:
             raise QuantizationError(

@@ -202,7 +202,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
     """
     from .checkpoints import detect
     from .checkpoints.files import shown
-    from .compile import content_of, encoder_key
+    from .compile import content_of, encoder_key, longest
     from .engine_cache import EngineCache
 
     detected = detect(model, activation=activation)
@@ -214,7 +214,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
                 "family": e.spec.family,
                 "layers": e.spec.layers,
                 "width": e.spec.width,
-                "positions": e.spec.positions,
+                "positions": longest(e.spec),
                 "prefix": e.prefix,
                 "dtype": e.dtype,
                 "key": encoder_key(e.spec, content_of(e, detected, cache, report)),
@@ -356,10 +356,11 @@ def verify(
 @app.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g"]), default="clip_l",
+    "--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g", "t5_xxl", "umt5_xxl"]),
+    default="clip_l",
     show_default=True, help="Without MODEL: a full-size encoder with seeded weights.",
 )  # fmt: skip
-@click.option("--shapes", default="1x77,2x77", show_default=True, help="batch x tokens, ...")
+@click.option("--shapes", help="batch x tokens, ...  [default: 1x77,2x77; for T5 1x256,1x512]")
 @click.option("--repeats", type=click.IntRange(5), default=50, show_default=True)
 @click.option("--compiled/--no-compiled", default=True, help="Also transformers by torch.compile.")
 @_encoder
@@ -368,7 +369,7 @@ def verify(
 def bench(
     model: Path | None,
     seeded: str,
-    shapes: str,
+    shapes: str | None,
     repeats: int,
     compiled: bool,
     encoders: tuple[str, ...],
@@ -383,10 +384,10 @@ def bench(
     from . import bench as bench_module
     from .engine_cache import EngineCache
 
-    wanted = bench_module.parse_shapes(shapes)
+    wanted = None if shapes is None else bench_module.parse_shapes(shapes)
     results = [
         bench_module.bench(
-            host, [(b, min(s, host.spec.positions)) for b, s in wanted],
+            host, bench_module.shapes_of(host.spec, wanted),
             cache=EngineCache(cache_dir), repeats=repeats, compiled=compiled,
             say=lambda text: click.echo(text, err=True),
         )
@@ -409,7 +410,9 @@ def _bench_hosts(model: Path | None, seeded: str, encoders: tuple[str, ...]) -> 
         from . import seeded as seeds
 
         spec = getattr(seeds, seeded.upper())
-        tensors = {n: t.to(device) for n, t in seeds.seeded_tensors(spec)}
+        # T5 is drawn on the device: 4.8 billion values take minutes on a CPU.
+        drawn = seeds.seeded_tensors(spec, device=device if "t5" in seeded else "cpu")
+        tensors = {n: t.to(device) for n, t in drawn}
         yield LiveHost(f"seeded {seeded}", spec, tensors, device)
         return
     from .checkpoints import detect
@@ -568,12 +571,14 @@ def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> Non
 
 def show_build(result: BuildResult) -> None:
     """The table of a build: one row per engine."""
+    from .compile import longest
+
     for built in result.encoders:
         s = built.similarity
         spec = built.encoder.spec
         click.echo(
             f"{built.encoder.name}: {spec.family}, {spec.layers} layers x {spec.width}, "
-            f"{spec.positions} positions, {built.encoder.dtype}"
+            f"{longest(spec)} positions, {built.encoder.dtype}"
         )
         state = "from the cache" if built.checkpoint_cached else "made now"
         size = _size(built.checkpoint.manifest.length)

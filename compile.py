@@ -16,13 +16,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 from . import prompts
-from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, emit
+from .backends.onnx_ops import LONGEST, PROGRAM_VERSION, Body, Graph, emit
 from .checkpoints import (
     Detected,
     EncoderWeights,
@@ -35,6 +35,7 @@ from .checkpoints import (
 from .checkpoints.quantized import (
     SCHEMA,
     QuantizedCheckpoint,
+    QuantizedTensors,
     Structure,
     check_scales,
     metadata,
@@ -42,8 +43,7 @@ from .checkpoints.quantized import (
 )
 from .checkpoints.writing import refuse_unwritable, whole_file, write_safetensors
 from .device import Device, peak_rss_bytes, trim_memory
-from .encoders import ClipSpec
-from .encoders.clip import TOKENS
+from .encoders import EncoderSpec, T5Spec
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
 from .errors import BuildError, EngineUnavailable, FileError, OctavoError, SimilarityError
 from .recipes import Recipe
@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .verify import Similarity, States
+    from .calibrate import Calibration
+    from .checkpoints.scales import QuantizedLinear
+    from .verify import Run, Similarity, States
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,11 @@ HELD_OUT_PROMPTS = 16  # for the similarity noted with each checkpoint; `verify`
 BATCH = 16
 STREAMED_BATCH = 64  # 64 x 77 tokens through the widest layer of CLIP-G take 0.1 GB in FP32
 BATCHES = (1, 2, 16)  # min, opt, max of a plan; larger batches are split by the caller
+T5_BATCHES = (1, 1, 4)
+T5_LENGTHS = (1, 256, LONGEST)
+T5_SAMPLE = 77  # tokens of a held-out prompt: what SD3 pads to
+T5_CALIBRATION_BATCH = 8
+NOT_CALIBRATED = "none"
 OUTPUT_REMEDY = "free some space or give --output another place"
 
 
@@ -84,12 +91,15 @@ def silent(_: Progress) -> None:
 
 
 class Source(Protocol):
-    """Where canonical weights come from: an encoder in a file, or a host's live module."""
+    """Where canonical weights come from: an encoder in a file, or a host's live module.
+
+    One whose weights are FP8 has `quantized` besides, as `EncoderWeights.quantized`.
+    """
 
     @property
     def name(self) -> str: ...
     @property
-    def spec(self) -> ClipSpec: ...
+    def spec(self) -> EncoderSpec: ...
     @property
     def projection_shape(self) -> tuple[int, int] | None: ...
     def read(self, name: str) -> Tensor: ...
@@ -147,7 +157,7 @@ class Built:
             "family": spec.family,
             "layers": spec.layers,
             "width": spec.width,
-            "positions": spec.positions,
+            "positions": longest(spec),
             "key": encoder_key(spec, self.fingerprint),
             "checkpoint": {
                 "key": self.checkpoint.manifest.key,
@@ -178,7 +188,7 @@ class BuildResult:
         }
 
 
-def encoder_key(spec: ClipSpec, content: Fingerprint) -> str:
+def encoder_key(spec: EncoderSpec, content: Fingerprint) -> str:
     """The key of an encoder as found: its spec and its values; the projection is hashed apart."""
     return digest({"spec": spec.facts(), "body": content.body})
 
@@ -242,17 +252,37 @@ class _Live:
         return (name,)
 
 
-def checkpoint_key(spec: ClipSpec, content: Fingerprint, recipe: Recipe) -> CheckpointKey:
-    calibration = (
-        f"{prompts.set_id('calibration')}:{recipe.prompts}" if recipe.calibrated else "none"
-    )
+def longest(spec: EncoderSpec) -> int:
+    """The most tokens that a plan of `spec` takes."""
+    return LONGEST if isinstance(spec, T5Spec) else spec.positions
+
+
+def batches_of(spec: EncoderSpec) -> tuple[int, int, int]:
+    """Smallest, usual and largest batch of a plan of `spec`."""
+    return T5_BATCHES if isinstance(spec, T5Spec) else BATCHES
+
+
+def lengths_of(spec: EncoderSpec) -> tuple[int, int, int] | None:
+    """The same of the number of tokens, where it is dynamic; else None."""
+    return T5_LENGTHS if isinstance(spec, T5Spec) else None
+
+
+def tokenizer_of(spec: EncoderSpec) -> prompts.Tokenizer:
+    return "t5" if isinstance(spec, T5Spec) else "clip"
+
+
+def checkpoint_key(spec: EncoderSpec, content: Fingerprint, recipe: Recipe) -> CheckpointKey:
+    recipe = recipe.of(spec)
+    calibration = "none"
+    if recipe.calibrated:
+        calibration = f"{prompts.set_id('calibration', tokenizer_of(spec))}:{recipe.prompts}"
     return CheckpointKey(
         spec.facts(), content.body, content.projection, recipe.digest(), calibration, SCHEMA
     )
 
 
 def plan_key(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     structure: Structure,
     body: Body,
     sms: tuple[int, ...],
@@ -273,7 +303,7 @@ def plan_key(
         version=package.version,
         cuda=package.cuda or "unknown",
         sms=sms,
-        profile={"batch": list(BATCHES), "positions": spec.positions, "mask": mask},
+        profile=_profile_facts(spec, mask),
         program=PROGRAM_VERSION,
         # All but the vocabulary may change the graph.
         architecture={k: v for k, v in spec.facts().items() if k != "vocabulary"},
@@ -283,6 +313,13 @@ def plan_key(
         gpu=gpu,
         driver=driver,
     )
+
+
+def _profile_facts(spec: EncoderSpec, mask: bool) -> dict[str, object]:
+    facts: dict[str, object] = {"batch": list(batches_of(spec)), "mask": mask}
+    if isinstance(spec, T5Spec):
+        return {**facts, "tokens": list(T5_LENGTHS)}
+    return {**facts, "positions": spec.positions}
 
 
 def _package(flavour: Flavour) -> Installed:
@@ -347,7 +384,7 @@ def build(
         # Of the file itself, whose checksum was verified; the manifest's facts have none.
         similarity = _noted_similarity(quantized)
         result.recipe = str(quantized.facts.get("recipe", recipe.name))
-        _check_floor(encoder.name, similarity, recipe)
+        _check_floor(encoder.name, similarity, recipe.of(encoder.spec))
         if output is not None:
             copy_file(checkpoint.path, output)
         engines = [
@@ -427,6 +464,7 @@ def make_checkpoint(
     On a GPU `device` the reference streams through it one weight at a time and the FP8 tensor cores
     judge; on the CPU, ModelOpt calibrates where it is installed and ONNX Runtime judges the graph.
     """
+    recipe = recipe.of(source.spec)
     key = checkpoint_key(source.spec, content, recipe)
     if (entry := cache.get("checkpoint", key)) is not None:
         return entry, True
@@ -485,10 +523,10 @@ def _waiting(subject: str, report: Report) -> Callable[[float], None]:
 
 
 def _store(
-    cache: EngineCache, key: CheckpointKey, tensors: dict[str, Tensor], facts: dict[str, Any]
+    cache: EngineCache, key: CheckpointKey, tensors: QuantizedTensors, facts: dict[str, Any]
 ) -> Entry:
     def write(file: BinaryIO) -> None:
-        write_safetensors(file, tensors, metadata(facts))
+        write_safetensors(file, tensors, metadata(facts), tensors.type)
 
     return cache.put("checkpoint", key, write, facts)
 
@@ -540,18 +578,36 @@ class Sample:
 
 
 def sample(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     read: Callable[[str], Tensor],
     projection: bool,
     count: int = HELD_OUT_PROMPTS,
     name: Literal["calibration", "held_out"] = "held_out",
 ) -> Sample:
-    """The first `count` prompts of a shipped set, padded as hosts pad them."""
+    """The first `count` prompts of a shipped set, padded as hosts pad them; T5's cut to 77."""
     from .backends.torch_ops import embed_tokens
     from .encoders.clip import PROJECTION
 
-    rows = prompts.padded(prompts.load_tokens(name)[:count], spec.positions, spec.pad_token)
-    return Sample(rows, embed_tokens(read, rows), read(PROJECTION).float() if projection else None)
+    tokens = prompts.load_tokens(name, tokenizer_of(spec))[:count]
+    if isinstance(spec, T5Spec):
+        rows = prompts.padded_t5(tokens, T5_SAMPLE, spec.vocabulary)
+    else:
+        rows = prompts.padded(tokens, spec.positions, spec.pad_token)
+    embeds = embed_tokens(read, rows, spec.token_table)
+    return Sample(rows, embeds, read(PROJECTION).float() if projection else None)
+
+
+def _t5_calibration(
+    spec: T5Spec, read: Callable[[str], Tensor], count: int, device: torch.device | str
+) -> list[Tensor]:
+    """Embeddings [B, S, C] FP32 of the calibration prompts, those of like lengths together."""
+    from .backends.torch_ops import embed_tokens
+
+    tokens = prompts.load_tokens("calibration", "t5")[:count]
+    return [
+        embed_tokens(read, rows, spec.token_table).to(device)
+        for rows in prompts.batched_t5(tokens, T5_CALIBRATION_BATCH, spec.vocabulary)
+    ]
 
 
 def _quantize(
@@ -560,56 +616,41 @@ def _quantize(
     recipe: Recipe,
     report: Report,
     device: torch.device | str,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Calibrate, quantize and measure: (the checkpoint's tensors, its facts)."""
-    import torch
+) -> tuple[QuantizedTensors, dict[str, Any]]:
+    """Calibrate, quantize and measure: (the checkpoint's tensors, its facts).
 
-    from .backends.torch_ops import ReferenceEncoder, StreamedEncoder
-    from .calibrate import calibrate
-    from .checkpoints.quantized import quantized_tensors
-    from .verify import reference_run, states_of
-
+    CLIP's tensors are made once and kept; T5's are made when they are asked for, because all of
+    them are larger than some memories.
+    """
     spec, read = source.spec, source.read
-    has_projection = source.projection_shape is not None
-
     step = _steps(source.name, report)
-    report(Progress(source.name, "loading the FP32 reference"))
-    # Streaming reads every weight once per batch: on a GPU one batch of all, on a CPU a module.
-    streamed = str(device) != "cpu"
-    reference = StreamedEncoder(spec, read, device) if streamed else ReferenceEncoder(spec, read)
-    batch = STREAMED_BATCH if streamed else BATCH
-    held_out = sample(spec, read, has_projection)
-    expected = states_of(
-        reference_run(reference), held_out.embeds.to(device), held_out.rows, held_out.projection,
-        batch=batch, progress=step("running the FP32 reference"),
-    )  # fmt: skip
-    input_amax, weight_amax, method = {}, None, "none"
-    if recipe.calibrated:
-        embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds.to(device)
-        ranges = calibrate(
-            reference, torch.split(embeds, batch), recipe, progress=step("calibrating")
-        )
-        input_amax, weight_amax, method = ranges.input_amax, ranges.weight_amax, ranges.method
-    del reference  # the widened weights; what follows reads the source again, one tensor at a time
+    quantized = getattr(source, "quantized", {})
+    structure = recipe.structure(spec.linears())
+    if isinstance(spec, T5Spec):
+        held_out, expected, ranges = _t5_reference(source, spec, recipe, quantized, report, device)
+    else:
+        held_out, expected, ranges = _reference(source, recipe, quantized, report, device)
     trim_memory()
     report(Progress(source.name, "quantizing"))
-    structure = recipe.structure(spec.linears())
-    tensors = quantized_tensors(
-        spec, read, structure, input_amax, weight_amax=weight_amax, projection=has_projection
-    )
+    tensors = QuantizedTensors(
+        spec, read, structure, ranges.input_amax, weight_amax=ranges.weight_amax,
+        projection=source.projection_shape is not None, quantized=quantized,
+        kept=not isinstance(spec, T5Spec),
+    )  # fmt: skip
     similarity, judge = similarity_of(
         spec, structure, recipe.body, tensors.__getitem__, held_out, expected,
         device=device, progress=step("verifying the graph"),
     )  # fmt: skip
+    calibrated = ranges.method != NOT_CALIBRATED
     facts = {
         "spec": spec.facts(),
         "structure": structure,
         "body": recipe.body,
         "recipe": recipe.name,
         "calibration": {
-            "method": method,
-            "prompts": recipe.prompts if recipe.calibrated else 0,
-            "set": prompts.set_id("calibration"),
+            "method": ranges.method,
+            "prompts": recipe.prompts if calibrated else 0,
+            "set": prompts.set_id("calibration", tokenizer_of(spec)),
         },
         "similarity": {**similarity.facts(), "judge": judge},
         "source": {
@@ -621,8 +662,84 @@ def _quantize(
     return tensors, facts
 
 
+def _needs_ranges(
+    recipe: Recipe, spec: EncoderSpec, quantized: Mapping[str, QuantizedLinear]
+) -> bool:
+    """Whether any FP8 linear lacks the scale of its input."""
+    scaled = {name for name, linear in quantized.items() if linear.input_scale is not None}
+    structure = recipe.structure(spec.linears())
+    return any(kind == "fp8" and name not in scaled for name, kind in structure.items())
+
+
+def _t5_reference(
+    source: Source,
+    spec: T5Spec,
+    recipe: Recipe,
+    quantized: Mapping[str, QuantizedLinear],
+    report: Report,
+    device: torch.device | str,
+) -> tuple[Sample, States, Calibration]:
+    """Held-out prompts, their FP32 states and the calibrated ranges, a block at a time."""
+    from .calibrate import calibrate_by_blocks
+    from .verify import States, reference_by_blocks
+
+    step, read = _steps(source.name, report), source.read
+    held_out = sample(spec, read, False)
+    final = reference_by_blocks(
+        spec, read, held_out.embeds, device=device, progress=step("running the FP32 reference")
+    )
+    ranges = _uncalibrated()
+    if _needs_ranges(recipe, spec, quantized):
+        ranges = calibrate_by_blocks(
+            spec, read, _t5_calibration(spec, read, recipe.prompts, device), recipe,
+            device=device, progress=step("calibrating"),
+        )  # fmt: skip
+    return held_out, States(final, None, None), ranges
+
+
+def _reference(
+    source: Source,
+    recipe: Recipe,
+    quantized: Mapping[str, QuantizedLinear],
+    report: Report,
+    device: torch.device | str,
+) -> tuple[Sample, States, Calibration]:
+    """Held-out prompts, their FP32 states and the calibrated ranges, with the whole encoder."""
+    import torch
+
+    from .backends.torch_ops import ReferenceEncoder, StreamedEncoder
+    from .calibrate import calibrate
+    from .verify import reference_run, states_of
+
+    spec, read = source.spec, source.read
+    step = _steps(source.name, report)
+    report(Progress(source.name, "loading the FP32 reference"))
+    # Streaming reads every weight once per batch: on a GPU one batch of all, on a CPU a module.
+    streamed = str(device) != "cpu"
+    reference = StreamedEncoder(spec, read, device) if streamed else ReferenceEncoder(spec, read)
+    batch = STREAMED_BATCH if streamed else BATCH
+    held_out = sample(spec, read, source.projection_shape is not None)
+    expected = states_of(
+        reference_run(reference), held_out.embeds.to(device), held_out.rows, held_out.projection,
+        batch=batch, progress=step("running the FP32 reference"),
+    )  # fmt: skip
+    ranges = _uncalibrated()
+    if _needs_ranges(recipe, spec, quantized):
+        embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds.to(device)
+        ranges = calibrate(
+            reference, torch.split(embeds, batch), recipe, progress=step("calibrating")
+        )
+    return held_out, expected, ranges
+
+
+def _uncalibrated() -> Calibration:
+    from .calibrate import Calibration
+
+    return Calibration({}, None, NOT_CALIBRATED)
+
+
 def similarity_of(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     structure: Structure,
     body: Body,
     read: Callable[[str], Tensor],
@@ -639,10 +756,16 @@ def similarity_of(
     ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin,
     with the weights rounded to bf16.
     """
+    import torch
+
     from .backends.plan_inputs import plan_weights
-    from .verify import graph_run, measure, states_of
+    from .verify import States, graph_by_blocks, graph_run, measure, states_of, twin_weights
 
     onnxruntime = _onnxruntime() if str(device) == "cpu" else None
+    if onnxruntime is not None and isinstance(spec, T5Spec):
+        final = graph_by_blocks(spec, structure, read, body, held_out.embeds, progress=progress)
+        got = States(final.to(getattr(torch, body)).float(), None, None)
+        return measure(expected, got), f"onnxruntime {onnxruntime.__version__}"
     if onnxruntime is None:
         run, judge = _torch_run(spec, structure, read, body, device), f"torch_fp8 on {device}"
     else:
@@ -650,7 +773,7 @@ def similarity_of(
         twin: Body = "float32" if body == "bfloat16" else body
         graph = emit(spec, structure, body=twin)
         if twin != body:
-            weights = {n: w.float() if w.dtype.itemsize > 1 else w for n, w in weights.items()}
+            weights = twin_weights(weights)
         run, judge = graph_run(graph, weights), f"onnxruntime {onnxruntime.__version__}"
     got = states_of(
         run, held_out.embeds, held_out.rows, held_out.projection, batch=8, progress=progress
@@ -668,12 +791,12 @@ def _onnxruntime() -> Any | None:
 
 
 def _torch_run(
-    spec: ClipSpec,
+    spec: EncoderSpec,
     structure: Structure,
     read: Callable[[str], Tensor],
     body: Body,
     device: torch.device | str,
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+) -> Run:
     import torch
 
     from .backends.fp8_ops import Fp8Weights
@@ -683,16 +806,16 @@ def _torch_run(
     weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, body))
     engine = TorchFp8Engine(spec, weights, torch.device(device), graphs=False)
 
-    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+    def run(embeds: Tensor) -> tuple[Tensor | None, Tensor]:
         hidden, last = engine.encode(embeds.to(device))
-        return hidden[-2], last
+        return hidden[-2] if hidden else None, last
 
     return run
 
 
-def engine_tensors(spec: ClipSpec, structure: Structure) -> list[str]:
+def engine_tensors(spec: EncoderSpec, structure: Structure) -> list[str]:
     """Names of the checkpoint's tensors that an engine holds: no token table, no projection."""
-    names = [name for name in spec.tensors() if name != TOKENS]
+    names = [name for name in spec.tensors() if name != spec.token_table]
     return names + [
         linear + part
         for linear, precision in structure.items()
@@ -800,15 +923,15 @@ def find_plan(cache: EngineCache, key: PlanKey) -> Entry | None:
 
 
 def _profile(
-    spec: ClipSpec, graph: Graph
+    spec: EncoderSpec, graph: Graph
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    def shapes(*tail: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        low, best, high = ((batch, *tail) for batch in BATCHES)
-        return low, best, high
-
-    profile = {"embeds": shapes(spec.positions, spec.width)}
+    lengths = T5_LENGTHS if isinstance(spec, T5Spec) else (spec.positions,) * 3
+    low, best, high = zip(batches_of(spec), lengths, strict=True)
+    profile: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+        "embeds": ((*low, spec.width), (*best, spec.width), (*high, spec.width))
+    }
     if graph.mask:
-        profile["mask"] = shapes(spec.positions)
+        profile["mask"] = (low, best, high)
     return profile
 
 
@@ -875,7 +998,7 @@ def verify(
     result.
     """
     from .backends.torch_ops import ReferenceEncoder
-    from .verify import reference_run, states_of
+    from .verify import States, reference_by_blocks, reference_run, states_of
 
     cache = cache or EngineCache()
     detected = detect(path, activation=activation)
@@ -887,13 +1010,18 @@ def verify(
         read = checkpoint.dense if detected.is_octavo else encoder.read
         spec = encoder.spec
         held_out = sample(spec, read, encoder.projection_shape is not None, 10**9)
-        reference = ReferenceEncoder(spec, read)
         step = _steps(encoder.name, report)
-        expected = states_of(
-            reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
-            progress=step("running the FP32 reference"),
-        )  # fmt: skip
-        del reference
+        running = step("running the FP32 reference")
+        if isinstance(spec, T5Spec):
+            final = reference_by_blocks(spec, read, held_out.embeds, progress=running)
+            expected = States(final, None, None)
+        else:
+            reference = ReferenceEncoder(spec, read)
+            expected = states_of(
+                reference_run(reference), held_out.embeds, held_out.rows, held_out.projection,
+                progress=running,
+            )  # fmt: skip
+            del reference
         similarity, judge = similarity_of(
             spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,
             progress=step("running the graph"),
@@ -907,7 +1035,7 @@ def verify(
                 entry.manifest.key,
                 similarity.facts(),
                 judge,
-                shortfall(similarity.facts(), recipe.floor),
+                shortfall(similarity.facts(), recipe.of(spec).floor),
             )
         )
     return results

@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends.onnx_ops import Graph
-from .backends.torch_ops import Reference, end_positions, pool
+from .backends.onnx_ops import Body, Graph, emit_block
+from .backends.plan_inputs import plan_weights
+from .backends.torch_ops import Read, Reference, ReferenceBlock, end_positions, pool
+from .checkpoints.quantized import Structure
+from .encoders import T5Spec
+from .encoders.t5 import FINAL_NORM
 from .errors import OctavoError
 
 ORT_MINIMUM = (1, 30)  # 1.24 rejects FP8 graphs ("MatMulIntegerToFloat")
@@ -22,11 +26,18 @@ ORT_MINIMUM = (1, 30)  # 1.24 rejects FP8 graphs ("MatMulIntegerToFloat")
 
 @dataclass(frozen=True)
 class States:
-    """What is compared: final normed and next-to-last hidden state [B, S, C], pooled [B, P]."""
+    """What is compared: final normed and next-to-last hidden state [B, S, C], pooled [B, P].
+
+    T5 has the final state alone.
+    """
 
     final: Tensor
-    penultimate: Tensor
+    penultimate: Tensor | None
     pooled: Tensor | None
+
+
+# embeds [b, S, C] -> (the hidden state before the last, None for T5; the final normed state)
+Run = Callable[[Tensor], tuple[Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,9 @@ def measure(reference: States, got: States) -> Similarity:
         # float64: on 16-bit states the rounding of the metric itself would show in the fourth digit
         return F.cosine_similarity(a.double().cpu(), b.double().cpu(), dim=-1)
 
-    pairs = [(reference.final, got.final), (reference.penultimate, got.penultimate)]
+    pairs = [(reference.final, got.final)]
+    if reference.penultimate is not None and got.penultimate is not None:
+        pairs.append((reference.penultimate, got.penultimate))
     tokens = torch.stack([cosine(a, b) for a, b in pairs]).nan_to_num(nan=-1.0)
     # Not Python's max(), which loses a NaN that comes second.
     error = float(
@@ -73,7 +86,7 @@ def measure(reference: States, got: States) -> Similarity:
 
 
 def states_of(
-    run: Callable[[Tensor], tuple[Tensor, Tensor]],
+    run: Run,
     embeds: Tensor,
     rows: Sequence[Sequence[int]],
     projection: Tensor | None,
@@ -86,28 +99,27 @@ def states_of(
     for start in range(0, len(embeds), batch):
         penultimate, final = run(embeds[start : start + batch])
         finals.append(final.float())
-        penultimates.append(penultimate.float())
+        if penultimate is not None:
+            penultimates.append(penultimate.float())
         if progress:
             progress(min(start + batch, len(embeds)), len(embeds))
     final = torch.cat(finals)
     pooled = None if projection is None else pool(final, end_positions(rows), projection.float())
-    return States(final, torch.cat(penultimates), pooled)
+    return States(final, torch.cat(penultimates) if penultimates else None, pooled)
 
 
-def reference_run(reference: Reference) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def reference_run(reference: Reference) -> Run:
     """The FP32 reference as a `run` for `states_of`."""
 
-    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+    def run(embeds: Tensor) -> tuple[Tensor | None, Tensor]:
         with torch.no_grad():
             hidden, last = reference(embeds)
-        return hidden[-2], last
+        return hidden[-2] if hidden else None, last
 
     return run
 
 
-def graph_run(
-    graph: Graph, weights: Mapping[str, Tensor], *, model_path: str | None = None
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def graph_run(graph: Graph, weights: Mapping[str, Tensor], *, model_path: str | None = None) -> Run:
     """`graph` in ONNX Runtime on the CPU as a `run` for `states_of`.
 
     `weights` are the inputs of a shared graph. An embedded graph names its checkpoint by a relative
@@ -137,7 +149,7 @@ def graph_run(
         model_path or graph.model, options, providers=["CPUExecutionProvider"]
     )
     float8 = onnx.TensorProto.FLOAT8E4M3FN
-    body = getattr(torch, graph.body)
+    dtype = getattr(torch, graph.embeds.dtype)
     binding = session.io_binding()
     held = []  # ONNX Runtime keeps addresses, not references
     for name, tensor in weights.items():
@@ -150,10 +162,11 @@ def graph_run(
             value = ort.OrtValue.ortvalue_from_numpy(array)
         held.append((tensor, array, value))
         binding.bind_ortvalue_input(name, value)
-    wanted = (graph.outputs[-3], graph.outputs[-1])  # hidden state before the last, final state
+    # The hidden state before the last, if there are any, and the final state.
+    wanted = (*graph.outputs[-3:-2], graph.outputs[-1])
 
-    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
-        binding.bind_cpu_input("embeds", embeds.to(body).contiguous().numpy())
+    def run(embeds: Tensor) -> tuple[Tensor | None, Tensor]:
+        binding.bind_cpu_input("embeds", embeds.to(dtype).contiguous().numpy())
         if graph.mask:
             ones = torch.ones(embeds.shape[:2], dtype=torch.bool).numpy()
             binding.bind_cpu_input("mask", ones)
@@ -161,8 +174,64 @@ def graph_run(
         for name in wanted:
             binding.bind_output(name)
         session.run_with_iobinding(binding)
-        penultimate, final = (torch.from_numpy(a) for a in binding.copy_outputs_to_cpu())
-        return penultimate, final
+        *hidden, final = (torch.from_numpy(a) for a in binding.copy_outputs_to_cpu())
+        return hidden[0] if hidden else None, final
 
     run.held = held  # type: ignore[attr-defined]
     return run
+
+
+def twin_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a bfloat16 graph for its float32 twin: rounded already, only widened here."""
+    return {n: w.float() if w.dtype.itemsize > 1 else w for n, w in weights.items()}
+
+
+def graph_by_blocks(
+    spec: T5Spec,
+    structure: Structure,
+    read: Read,
+    body: Body,
+    embeds: Tensor,
+    *,
+    batch: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The final state [B, S, C] of a T5 graph in ONNX Runtime, of which one block is in memory.
+
+    The same operations as the whole graph's float32 twin: what goes from block to block is FP32.
+    Each batch widens the weights anew, which takes as long as its products.
+    `progress(done, total)` counts blocks. Raises `OctavoError` as `graph_run`.
+    """
+    states = list(embeds.float().split(batch))
+    for index in range(spec.layers):
+        weights = twin_weights(plan_weights(spec, structure, read, body, block=index))
+        run = graph_run(emit_block(spec, structure, index, body="float32"), weights)
+        states = [run(x)[1] for x in states]
+        if progress:
+            progress(index + 1, spec.layers)
+    return _final(spec, read, torch.cat(states))
+
+
+def reference_by_blocks(
+    spec: T5Spec,
+    read: Read,
+    embeds: Tensor,
+    *,
+    batch: int = 16,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The FP32 final state [B, S, C] of a T5 of which one block is in memory, on `device`."""
+    states = list(embeds.to(device).float().split(batch))
+    for index in range(spec.layers):
+        block = ReferenceBlock(spec, read, index, device=device)
+        with torch.no_grad():
+            states = [block(x) for x in states]
+        if progress:
+            progress(index + 1, spec.layers)
+    return _final(spec, read, torch.cat(states))
+
+
+def _final(spec: T5Spec, read: Read, x: Tensor) -> Tensor:
+    weight = read(FINAL_NORM + ".weight").to(x.device).float()
+    return F.rms_norm(x, weight.shape, weight, spec.norm_eps)

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP-L and CLIP-G on one GPU: ComfyUI's own forward against AcceleratedEncoder, in one process.
+"""CLIP-L, CLIP-G and T5-XXL on one GPU: ComfyUI's own forward against AcceleratedEncoder.
 
-    python benchmarks/comfyui_forward.py CHECKOUT [RESULT.json]
+    python benchmarks/comfyui_forward.py CHECKOUT [RESULT.json] [clip_l clip_g t5_xxl]
 
-CHECKOUT is a ComfyUI tree. Full size, seeded weights with outliers. Medians of wall time around
-device synchronisation; also the time until new LoRA weights are served, and the memory held.
+CHECKOUT is a ComfyUI tree. One process, full size, seeded weights with outliers. Medians of wall
+time around device synchronisation; also the time until new LoRA weights are served, and the memory
+held.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ import torch  # noqa: E402
 from octavo.accelerated import AcceleratedEncoder, Patched  # noqa: E402
 from octavo.bench import LiveHost, bench  # noqa: E402
 from octavo.encoders.clip import PROJECTION  # noqa: E402
-from octavo.seeded import CLIP_G, CLIP_L, seeded_tensors  # noqa: E402
+from octavo.seeded import CLIP_G, CLIP_L, T5_XXL, seeded_tensors  # noqa: E402
 
-CONFIGS = {"clip_l": "sd1_clip_config.json", "clip_g": "clip_config_bigg.json"}
+SPECS: dict[str, Any] = {"clip_l": CLIP_L, "clip_g": CLIP_G, "t5_xxl": T5_XXL}
+CONFIGS = {
+    "clip_l": "sd1_clip_config.json",
+    "clip_g": "clip_config_bigg.json",
+    "t5_xxl": "text_encoders/t5_config_xxl.json",
+}
+LENGTHS = {"clip_l": (77,), "clip_g": (77,), "t5_xxl": (512, 256)}
 DEVICE = torch.device("cuda:0")
 
 
@@ -57,28 +64,40 @@ def comfyui_model(checkout: Path, name: str, host: LiveHost) -> Any:
     sys.argv = sys.argv[:1]
     import comfy.ops
     from comfy.clip_model import CLIPTextModel
+    from comfy.text_encoders.t5 import T5
 
     config = json.loads((checkout / "comfy" / CONFIGS[name]).read_text())
-    model = CLIPTextModel(config, torch.float16, DEVICE, comfy.ops.manual_cast)
+    kind = T5 if name == "t5_xxl" else CLIPTextModel
+    model = kind(config, torch.float16, DEVICE, comfy.ops.manual_cast)
     wanted = {k: v for k, v in host.tensors.items() if k != PROJECTION or "text_projection" in k}
     missing, _ = model.load_state_dict(wanted, strict=False)
     assert not [m for m in missing if "text_projection" not in m], missing
     return model
 
 
-def measure(checkout: Path, name: str, spec: Any) -> dict[str, Any]:
-    host = LiveHost(name, spec, {n: t.to(DEVICE) for n, t in seeded_tensors(spec)}, DEVICE)
+def measure(checkout: Path, name: str) -> dict[str, Any]:
+    spec = SPECS[name]
+    # T5's many values are drawn on the GPU; CLIP's are those of every other measurement.
+    drawn = {"device": DEVICE} if name == "t5_xxl" else {}
+    host = LiveHost(name, spec, {n: t.to(DEVICE) for n, t in seeded_tensors(spec, **drawn)}, DEVICE)
     model = comfyui_model(checkout, name, host)
     generator = torch.Generator().manual_seed(0)
-    embeds = (torch.randn(1, 77, spec.width, generator=generator) * 0.02).to(DEVICE)
+    std = 1.0 if name == "t5_xxl" else 0.02  # as large as the embeddings of such an encoder
 
-    def comfyui() -> Any:
+    def prompt(tokens: int) -> torch.Tensor:
+        return (torch.randn(1, tokens, spec.width, generator=generator) * std).to(DEVICE)
+
+    def comfyui(embeds: torch.Tensor) -> Any:
+        last = name != "t5_xxl"
         return model(
-            None, None, embeds=embeds, num_tokens=[77], intermediate_output=-2,
-            final_layer_norm_intermediate=False, dtype=torch.float32, embeds_info=[],
+            None, None, embeds=embeds, num_tokens=[embeds.shape[1]],
+            intermediate_output=-2 if last else None, final_layer_norm_intermediate=False,
+            dtype=torch.float32, embeds_info=[],
         )  # fmt: skip
 
     found: dict[str, Any] = {}
+    inputs = {tokens: prompt(tokens) for tokens in LENGTHS[name]}
+    embeds = next(iter(inputs.values()))
     with AcceleratedEncoder(host) as encoder:
         encoder.prepare()
         encoder.encode(embeds)
@@ -86,45 +105,62 @@ def measure(checkout: Path, name: str, spec: Any) -> dict[str, Any]:
         found["vram_bytes"] = encoder.vram_bytes
         linears = 2 * sum(out * inner for out, inner in spec.linears().values())
         found["vram_of_fp16_linears"] = encoder.vram_bytes / linears
-        with torch.inference_mode():
-            reference = comfyui()[0].float()
-            for _ in range(2):  # interleaved; the second pass is kept
-                found["comfyui_ms"] = median_ms(comfyui)
-                found["octavo_ms"] = median_ms(lambda: encoder.encode(embeds))
-        found["ratio"] = found["comfyui_ms"] / found["octavo_ms"]
-        got = encoder.encode(embeds)[1].float()
-        cosine = torch.nn.functional.cosine_similarity(got, reference, dim=-1)
-        found["cosine_to_comfyui"] = [float(cosine.mean()), float(cosine.min())]
-        fc1 = spec.block(3) + "mlp.fc1.weight"
+        for tokens, x in inputs.items():
+            with torch.inference_mode():
+                reference = comfyui(x)[0].float()
+                for _ in range(2):  # interleaved; the second pass is kept
+                    theirs = median_ms(lambda x=x: comfyui(x))
+                    ours = median_ms(lambda x=x: encoder.encode(x))
+            cosine = torch.nn.functional.cosine_similarity(
+                encoder.encode(x)[1].float(), reference, dim=-1
+            )
+            found[f"1x{tokens}"] = {
+                "comfyui_ms": theirs,
+                "octavo_ms": ours,
+                "ratio": theirs / ours,
+                "cosine_to_comfyui": [float(cosine.mean()), float(cosine.min())],
+            }
+        changing = next(n for n in spec.linears() if n.startswith(spec.block(3))) + ".weight"
         times = []
         for number in range(4):
-            changed = {**host.tensors, fc1: host.tensors[fc1] * (1.1 + number / 10)}
+            changed = {**host.tensors, changing: host.tensors[changing] * (1.1 + number / 10)}
             torch.cuda.synchronize()
             start = time.perf_counter()
             encoder.encode(embeds, None, Patched(number, changed.__getitem__))
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e3)
         found["lora_ms"] = times
+        encoder.encode(embeds)
+        encoder.rest()
+        start = time.perf_counter()
+        encoder.encode(embeds)
+        torch.cuda.synchronize()
+        found["ready_after_rest_s"] = time.perf_counter() - start
     start = time.perf_counter()
     with AcceleratedEncoder(host) as again:
         again.encode(embeds)
         torch.cuda.synchronize()
         found["ready_from_cache_s"] = time.perf_counter() - start
-    found["bench"] = bench(host, [(1, 77), (2, 77), (128, 77)], repeats=30, compiled=False).facts()
+    if name != "t5_xxl":
+        shapes = [(1, 77), (2, 77), (128, 77)]
+        found["bench"] = bench(host, shapes, repeats=30, compiled=False).facts()
     return found
 
 
 def main() -> None:
     if len(sys.argv) < 2 or not torch.cuda.is_available():
         sys.exit(
-            "usage, on a machine with an NVIDIA GPU: comfyui_forward.py CHECKOUT [RESULT.json]"
+            "usage, on a machine with an NVIDIA GPU: "
+            "comfyui_forward.py CHECKOUT [RESULT.json] [clip_l clip_g t5_xxl]"
         )
     checkout = Path(sys.argv[1]).resolve()
-    result = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-    found = {
-        name: measure(checkout, name, spec)
-        for name, spec in (("clip_l", CLIP_L), ("clip_g", CLIP_G))
-    }
+    more = sys.argv[2:]
+    names = [name for name in more if name in SPECS] or ["clip_l", "clip_g"]
+    result = next((Path(name) for name in more if name not in SPECS), None)
+    found = {}
+    for name in names:
+        found[name] = measure(checkout, name)
+        torch.cuda.empty_cache()
     text = json.dumps(found, indent=1)
     print(text)
     if result is not None:

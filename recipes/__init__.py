@@ -5,6 +5,7 @@
 A recipe names the format, the linears it leaves in 16 bit and why, the calibration algorithm and
 its number of prompts, and the floors under which the result is refused (the demotion goes on with
 `demote_to`). `Recipe.structure` shapes the graph and is part of a plan's key; the rest is not.
+T5 has rules of its own in the table `t5`, which `Recipe.of` gives for a T5.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ..encoders import EncoderSpec, T5Spec
 from ..errors import OctavoError
 
 NAMES = ("fp8", "fp8-mixed", "bf16")
@@ -74,6 +76,11 @@ class Recipe:
     demote_to: str | None
     keep: tuple[Keep, ...]
     floor: Floor
+    t5: Recipe | None = None  # the same for a T5; None: this one serves every family
+
+    def of(self, spec: EncoderSpec) -> Recipe:
+        """The rules for the encoder `spec`; asking them again changes nothing."""
+        return self.t5 if self.t5 is not None and isinstance(spec, T5Spec) else self
 
     def structure(self, linears: Iterable[str]) -> dict[str, Literal["fp8", "16bit"]]:
         """Linear name -> how it is computed."""
@@ -91,7 +98,7 @@ class Recipe:
     def digest(self) -> str:
         """What a checkpoint's weights depend on: format, exceptions, algorithm; not the floors."""
         facts = asdict(self)
-        for name in ("floor", "demote_to", "name", "prompts"):
+        for name in ("floor", "demote_to", "name", "prompts", "t5"):
             facts.pop(name)
         facts["keep"] = sorted(k.pattern for k in self.keep)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -102,6 +109,7 @@ class Recipe:
             self,
             algorithm=self.algorithm if algorithm is None else algorithm,
             prompts=self.prompts if prompts is None else prompts,
+            t5=None if self.t5 is None else self.t5.with_options(algorithm, prompts),
         )
         _check(changed)
         return changed
@@ -127,10 +135,16 @@ def load_recipe(name: str) -> Recipe:
     data: dict[str, Any] = tomllib.loads(
         (Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8")
     )
+    t5 = data.pop("t5")
+    recipe = _recipe(name, data)
+    # T5's table says what differs, its exceptions always: names differ between the families.
+    return replace(recipe, t5=_recipe(name, {**data, "keep": [], **t5}))
+
+
+def _recipe(name: str, table: Mapping[str, Any]) -> Recipe:
+    data = dict(table)
     keep = tuple(Keep(**entry) for entry in data.pop("keep", []))
-    floor = Floor(**data.pop("floor"))
-    recipe = Recipe(
-        name=name, keep=keep, floor=floor, demote_to=data.pop("demote_to", None), **data
-    )
+    floor, demote_to = Floor(**data.pop("floor")), data.pop("demote_to", None)
+    recipe = Recipe(name=name, keep=keep, floor=floor, demote_to=demote_to, **data)
     _check(recipe)
     return recipe

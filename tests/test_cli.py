@@ -200,12 +200,16 @@ def test_inspect(
 
 def test_inspect_names_what_is_left_as_it_is(run: Callable[..., Result], tmp_path: Path) -> None:
     tensors = packagings.ONE_ENCODER["FLUX with T5"](tiny_tensors())
+    llama = "text_encoders.llama.transformer.model.layers.{}.{}.weight"
+    for part in ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"):
+        tensors |= {llama.format(i, part): torch.ones(8, 8) for i in range(2)}
     path = save(tmp_path / "flux.safetensors", tensors)
     done = run("inspect", path)
     assert done.code == 0
-    assert "clip_l" in done.out and "T5 encoder" in done.out
+    assert "clip_l" in done.out and "t5xxl" in done.out and "language model" in done.out
     facts = json.loads(run("inspect", path, "--json", "-").out)
-    assert [e["name"] for e in facts["encoders"]] == ["clip_l"]
+    found = [(e["name"], e["family"], e["positions"]) for e in facts["encoders"]]
+    assert found == [("clip_l", "clip", 77), ("t5xxl", "t5", 1024)]
 
 
 def test_verify(run: Callable[..., Result], tiny: Path, cache: Path, tmp_path: Path) -> None:
@@ -358,6 +362,7 @@ def put(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 BERT = {f"encoder.layer.{i}.attention.self.query.weight": torch.ones(8, 8) for i in range(2)}
+T5_WO = "encoder.block.1.layer.1.DenseReluDense.wo.weight"
 MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda p: p / "model.safetensors", "model.safetensors: does not exist; check the"),
     "empty": (bytes_of(lambda _: b""), "model.safetensors: is empty; download or save it again"),
@@ -381,7 +386,12 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: save(p / "model.safetensors", BERT),
         "holds a BERT encoder of 2 layers, which Octavo does not serve; give a file with CLIP-L",
     ),
-    "T5": (lambda p: save(p / "m.safetensors", packagings.t5("")), "holds a T5 encoder .*; give a"),
+    "T5, int8": (
+        lambda p: save(
+            p / "m.safetensors", {**packagings.t5(""), T5_WO: torch.ones(64, 96).char()}
+        ),
+        "holds a T5 encoder stored as I8, which Octavo does not serve; give the fp16",
+    ),
     "unknown": (
         lambda p: save(p / "model.safetensors", {"layer.weight": torch.ones(3)}),
         "holds no text encoder that Octavo knows .its first tensors are 'layer.weight'.; give a fi",

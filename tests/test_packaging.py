@@ -75,7 +75,7 @@ def test_wheel_holds_the_data(wheel: zipfile.ZipFile) -> None:
     wanted = ["py.typed"]
     wanted += [f"recipes/{name}.toml" for name in ("fp8", "fp8-mixed", "bf16")]
     for one in ("calibration", "held_out"):
-        wanted += [f"prompts/{one}.jsonl", f"prompts/{one}.tokens.json"]
+        wanted += [f"prompts/{one}.{kind}" for kind in ("jsonl", "t5.json", "tokens.json")]
     assert {f"octavo/{name}" for name in wanted} <= names
     (licence,) = [n for n in names if n.endswith("LICENSE")]
     assert b"Apache License" in wheel.read(licence)

@@ -19,7 +19,7 @@ import pytest
 from octavo import prompts
 from octavo.encoders.clip import END_TOKEN, START_TOKEN
 from octavo.errors import FileError
-from octavo.prompts import load_tokens, padded, set_id
+from octavo.prompts import batched_t5, load_tokens, padded, padded_t5, set_id
 
 ROOT = Path(prompts.__file__).resolve().parent.parent
 KINDS = {"tags", "caption", "long", "negative", "language", "short", "empty", "weights", "odd"}
@@ -247,6 +247,51 @@ def test_padded_rows_of_the_shipped_sets(positions: int, pad: int) -> None:
             assert set(row[end + 1 :]) <= {pad}
 
 
+# -- T5's
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_t5_tokens_are_of_the_same_texts(name: str) -> None:
+    source = (ROOT / "prompts" / f"{name}.jsonl").read_bytes().replace(b"\r\n", b"\n")
+    document = json.loads((ROOT / "prompts" / f"{name}.t5.json").read_bytes())
+    assert document["tokenizer"] == "T5 SentencePiece, 32100 entries"
+    assert document["source_sha256"] == hashlib.sha256(source).hexdigest()
+    tokens = load_tokens(name, "t5")
+    assert len(tokens) == len(texts(name))
+    for ids, text in zip(tokens, texts(name), strict=True):
+        assert (not ids) == (text == "")
+        assert all(type(i) is int and 2 <= i < 32100 for i in ids)  # neither pad nor end
+        assert len(ids) <= 255
+    assert set_id(name, "t5") != set_id(name)
+
+
+def test_known_t5_tokenizations() -> None:
+    by_text = dict(zip(texts("calibration"), load_tokens("calibration", "t5"), strict=True))
+    assert by_text["a cat"] == [3, 9, 1712]
+    assert by_text["a dog"] == [3, 9, 1782]
+
+
+def test_t5_rows_end_before_the_pads() -> None:
+    rows = padded_t5([[], [5, 6], [7] * 9], 4)
+    assert rows == [[1, 0, 0, 0], [5, 6, 1, 0], [7, 7, 7, 1]]
+    assert padded_t5([[9, 3]], 3, vocabulary=8) == [[1, 3, 1]]
+    with pytest.raises(ValueError, match="length is 0"):
+        padded_t5([[1]], 0)
+
+
+def test_t5_batches_are_of_like_lengths_and_hold_every_prompt() -> None:
+    shown = load_tokens("calibration", "t5")[:64]
+    batches = batched_t5(shown, 8)
+    assert [len(batch) for batch in batches] == [8] * 8
+    for batch in batches:
+        assert len({len(row) for row in batch}) == 1
+        assert 0 not in batch[-1]  # the longest is not padded
+    found = sorted(row[: row.index(1)] for batch in batches for row in batch)
+    assert found == sorted(shown)
+    assert len(batches[-1][0]) > 100 and len(batches[0][0]) < 10
+    assert [len(b) for b in batched_t5([[5]] * 5, 2)] == [2, 2, 1]
+
+
 # -- the identity and faults
 
 
@@ -346,9 +391,9 @@ def test_tool_reports_and_cures_a_stale_file(
     assert tool.main([], folder=folder) == 0
     assert tool.main(["--check"], folder=folder) == 0
     assert json.loads(target.read_bytes())["tokens"] == [*load_tokens("held_out"), [1, 2, 3]]
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "calibration.jsonl", "calibration.tokens.json", "held_out.jsonl", "held_out.tokens.json",
-    ]  # fmt: skip
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        f"{name}.{kind}" for name in SETS for kind in ("jsonl", "t5.json", "tokens.json")
+    )
     target.unlink()
     assert tool.main(["--check"], folder=folder) == 1
 
@@ -356,3 +401,22 @@ def test_tool_reports_and_cures_a_stale_file(
 def test_tool_cuts_at_long_clips_length(tool: ModuleType) -> None:
     data = tool.token_file(b'{"kind": "long", "text": "x"}\n', lambda text: list(range(300)))
     assert json.loads(data)["tokens"] == [list(range(246))]
+
+
+def test_tool_refuses_another_t5_tokenizer(tool: ModuleType, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer.json"
+    other.write_text("{}")
+    with pytest.raises(SystemExit, match="not T5's"):
+        tool.main(["--t5", str(other)], folder=tmp_path)
+
+
+def test_tool_writes_t5s_files(
+    tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {t: ids for n in SETS for t, ids in zip(texts(n), load_tokens(n, "t5"), strict=True)}
+    monkeypatch.setattr(tool, "t5_encoder", lambda path: known.__getitem__)
+    assert tool.main(["--t5", "x", "--check"], folder=folder) == 0
+    (folder / "held_out.t5.json").unlink()
+    assert tool.main(["--t5", "x", "--check"], folder=folder) == 1
+    assert tool.main(["--t5", "x"], folder=folder) == 0
+    assert tool.main(["--t5", "x", "--check"], folder=folder) == 0

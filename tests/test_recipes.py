@@ -12,7 +12,7 @@ from math import nan
 import pytest
 from octavo.errors import OctavoError
 from octavo.recipes import ALGORITHMS, NAMES, Floor, Keep, Recipe, load_recipe, shortfall
-from octavo.seeded import CLIP_G, CLIP_L
+from octavo.seeded import CLIP_G, CLIP_L, T5_XXL, UMT5_XXL
 
 FLOOR = Floor(token_mean=0.99, token_min=0.95, pooled=0.99)
 GOOD = {"token_mean": 0.995, "token_min": 0.97, "pooled": 0.996}
@@ -154,3 +154,46 @@ def test_shortfall_names_number_and_floor(changed, words: str) -> None:
 
 def test_nothing_measured_is_a_shortfall() -> None:
     assert shortfall({}, FLOOR) is not None
+
+
+# T5's own rules
+
+
+def test_t5_has_rules_of_its_own() -> None:
+    for name in NAMES:
+        recipe = load_recipe(name)
+        t5 = recipe.of(T5_XXL)
+        assert recipe.of(CLIP_L) is recipe
+        assert t5.of(T5_XXL) == t5 == recipe.of(UMT5_XXL)
+        assert t5.body == "bfloat16"  # trained T5 overflows fp16
+        assert (t5.floor.token_mean, t5.floor.token_min) == (0.998, 0.99)
+        assert (t5.name, t5.demote_to, t5.format) == (name, recipe.demote_to, recipe.format)
+    assert [load_recipe(n).of(T5_XXL).prompts for n in NAMES] == [64, 64, 1]
+
+
+def test_t5_structure() -> None:
+    linears = T5_XXL.linears()
+    fp8, mixed, bf16 = (load_recipe(name).of(T5_XXL).structure(linears) for name in NAMES)
+    assert set(fp8.values()) == {"fp8"} and set(bf16.values()) == {"16bit"}
+    kept = {name for name, kind in mixed.items() if kind == "16bit"}
+    assert kept == {T5_XXL.groups(i)[3][0] for i in range(24)} and len(kept) == 24
+    # A linear is all that a recipe can lower: embeddings, norms and biases have no place in it.
+    assert not any("norm" in n or "relative" in n or "shared" in n for n in fp8)
+
+
+def test_options_reach_t5s_rules_and_clips_digest_does_not_see_them() -> None:
+    recipe = load_recipe("fp8")
+    changed = recipe.with_options(algorithm="mse", prompts=5)
+    assert (changed.of(T5_XXL).algorithm, changed.of(T5_XXL).prompts) == ("mse", 5)
+    assert recipe.with_options().of(T5_XXL).prompts == 64
+    assert recipe.of(T5_XXL).digest() != recipe.digest()
+    assert replace(recipe, t5=None).digest() == recipe.digest()
+    assert replace(recipe, t5=None).of(T5_XXL).body == "float16"
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [("fp8", "3cef4354d500c339"), ("fp8-mixed", "eaf7c144f477ac07"), ("bf16", "7f21d42c43a6be6f")],
+)
+def test_clips_digests_are_those_of_the_checkpoints_that_exist(name: str, digest: str) -> None:
+    assert load_recipe(name).digest() == digest

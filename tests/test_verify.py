@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -210,3 +211,19 @@ def test_clip_l_with_outliers_reaches_the_targets(
     assert found.pooled is not None and found.pooled >= 0.993, found
     assert found.token_mean < 0.9999, found  # FP8 that costs nothing did not happen
     assert shortfall(found.facts(), load_recipe(recipe).floor) is None
+
+
+def test_without_a_hidden_state_the_final_one_counts_alone() -> None:
+    """T5's hosts ask for no other."""
+    a = states()
+    one, other = (replace(s, penultimate=None, pooled=None) for s in (a, states(seed=1)))
+    assert measure(one, one).token_min == pytest.approx(1)
+    found = measure(one, other)
+    cosines = torch.nn.functional.cosine_similarity(
+        one.final.double(), other.final.double(), dim=-1
+    )
+    assert found.token_mean == pytest.approx(float(cosines.mean()))
+    assert found.token_min == pytest.approx(float(cosines.min()))
+    assert found.pooled is None and found.prompts == 2
+    whole = measure(replace(a, pooled=None), other)  # what only one side has is not compared
+    assert whole.token_mean == pytest.approx(found.token_mean)

@@ -4,10 +4,11 @@
 
     python tools/tokenize_prompts.py            write the files
     python tools/tokenize_prompts.py --check    write nothing; exit 1 if a file is stale
+    python tools/tokenize_prompts.py --t5 PATH  the same for prompts/*.t5.json
 
-The tokenizer is the hosts' own, transformers' CLIPTokenizerFast, on OpenAI's vocabulary as found in
-open_clip_torch: in the installed package, else in the wheel that pip downloads into a temporary
-folder.
+CLIP's tokenizer is the hosts' own, transformers' CLIPTokenizerFast, on OpenAI's vocabulary as found
+in open_clip_torch: in the installed package, else in the wheel that pip downloads into a temporary
+folder. T5's is the tokenizer.json at PATH, in ComfyUI comfy/text_encoders/t5_tokenizer/.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 VOCABULARY_SHA256 = "924691ac288e54409236115652ad4aa250f48203de50a9e4722a6ecd48d6804a"
 VOCABULARY_SIZE = 49408
 REQUIREMENT = "open_clip_torch==3.3.0"
+
+MOST_T5_TOKENS = 255  # FLUX.1 schnell's 256 less the end
+T5_VOCABULARY_SIZE = 32100
+T5_SHA256 = "6cd1badb7467cdab971403bbeb1945070ca385652385a2b6549f672b08089dfc"
 
 Encode = Callable[[str], list[int]]
 
@@ -66,6 +71,24 @@ def clip_encoder() -> Encode:
     return encode
 
 
+def t5_encoder(path: Path) -> Encode:
+    """Text -> content ids, without the end. SystemExit where the file is not T5's."""
+    from tokenizers import Tokenizer
+
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != T5_SHA256:
+        raise SystemExit(f"{path}: sha256 is {digest}, not T5's {T5_SHA256}.")
+    tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+    assert tokenizer.get_vocab_size() == T5_VOCABULARY_SIZE, tokenizer.get_vocab_size()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    assert encode("a cat") == [3, 9, 1712], encode("a cat")
+    return encode
+
+
 def _vocabulary() -> bytes:
     """The gzipped merges of CLIP's byte-pair encoding."""
     installed = importlib.util.find_spec("open_clip")  # finds the folder without importing it
@@ -84,15 +107,20 @@ def _vocabulary() -> bytes:
     return data
 
 
-def token_file(source: bytes, encode: Encode) -> bytes:
+def token_file(
+    source: bytes,
+    encode: Encode,
+    most: int = MOST_TOKENS,
+    tokenizer: str = f"CLIP BPE, {VOCABULARY_SIZE} entries",
+) -> bytes:
     """The bytes of a `.tokens.json` for those of a `.jsonl`; one prompt a line suits a diff."""
     source = source.replace(b"\r\n", b"\n")  # a checkout on Windows is not a change
     lines = source.decode("utf-8").rstrip("\n").split("\n")  # splitlines() also cuts at U+2028
     texts = [json.loads(line)["text"] for line in lines]
-    rows = [json.dumps(encode(text)[:MOST_TOKENS], separators=(",", ":")) for text in texts]
+    rows = [json.dumps(encode(text)[:most], separators=(",", ":")) for text in texts]
     head = {
         "schema": 1,
-        "tokenizer": f"CLIP BPE, {VOCABULARY_SIZE} entries",
+        "tokenizer": tokenizer,
         "source_sha256": hashlib.sha256(source).hexdigest(),
     }
     facts = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -101,14 +129,23 @@ def token_file(source: bytes, encode: Encode) -> bytes:
 
 
 def main(argv: list[str] | None = None, *, folder: Path = PROMPTS) -> int:
-    parser = argparse.ArgumentParser(description="Tokenize the calibration prompts for CLIP.")
+    parser = argparse.ArgumentParser(description="Tokenize the calibration prompts.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
-    check: bool = parser.parse_args(argv).check
-    encode = clip_encoder()
+    parser.add_argument("--t5", metavar="PATH", type=Path, help="T5's tokenizer.json; does T5's")
+    options = parser.parse_args(argv)
+    check: bool = options.check
+    suffix, most, tokenizer = "tokens", MOST_TOKENS, f"CLIP BPE, {VOCABULARY_SIZE} entries"
+    if options.t5 is not None:
+        encode = t5_encoder(options.t5)
+        suffix, most = "t5", MOST_T5_TOKENS
+        tokenizer = f"T5 SentencePiece, {T5_VOCABULARY_SIZE} entries"
+    else:
+        encode = clip_encoder()
     stale = 0
     for name in SETS:
-        target = folder / f"{name}.tokens.json"
-        wanted = token_file((folder / f"{name}.jsonl").read_bytes(), encode)
+        target = folder / f"{name}.{suffix}.json"
+        source = (folder / f"{name}.jsonl").read_bytes()
+        wanted = token_file(source, encode, most, tokenizer)
         found = target.read_bytes().replace(b"\r\n", b"\n") if target.exists() else None
         if found == wanted:
             print(f"{target.name} is up to date")
