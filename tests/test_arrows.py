@@ -25,11 +25,11 @@ ROWS = (
     ("accelerated",),
     ("compile",),
     ("doctor",),
-    ("choose", "calibrate", "verify"),
+    ("choose", "calibrate", "verify", "requantize"),
     ("backends", "trt", "engine_cache"),
     ("checkpoints", "recipes", "prompts"),
     ("seeded",),
-    ("encoders", "device"),
+    ("encoders", "device", "staging"),
     ("errors",),
 )
 EDGES = ("nodes", "demo", "cli", "bench")
