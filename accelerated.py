@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,30 +36,34 @@ from .checkpoints import Fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
+    BATCHES,
     STREAMED_BATCH,
+    T5_BATCHES,
+    T5_LENGTHS,
     Report,
     Sample,
     Target,
     engine_tensors,
     fingerprint_of,
+    longest,
     make_checkpoint,
     make_plan,
     sample,
     silent,
 )
 from .device import Device, probe
-from .encoders import ClipSpec, encode
-from .encoders.clip import POSITIONS
+from .encoders import EncoderSpec, T5Spec, encode
 from .engine_cache import EngineCache, Entry
 from .errors import EngineUnavailable, OctavoError, SimilarityError
 from .recipes import Floor, Recipe, load_recipe, shortfall
+from .requantize import Requantizer, widened
 from .verify import Similarity, States, measure, states_of
 
 log = logging.getLogger(__name__)
 
 CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 tokens
 KNOWN_KINDS = 64  # shapes and dtypes of requests that were found to fit
-KEPT_WEIGHT_SETS = 4  # patched sets (LoRA) that stay quantized on the GPU beside the base
+KEPT_WEIGHT_SETS = 2  # patched sets (LoRA) that stay quantized on the GPU: going to and fro
 Hidden = Sequence[Tensor]
 _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
 
@@ -77,7 +81,7 @@ class Host(Protocol):
         ...
 
     @property
-    def spec(self) -> ClipSpec: ...
+    def spec(self) -> EncoderSpec: ...
 
     @property
     def projection_shape(self) -> tuple[int, int] | None: ...
@@ -183,7 +187,7 @@ class _Serving:
     plan: str | None
     similarity: Similarity
     expected: States
-    masks: bool = True  # whether it takes a mask; plans are built without one
+    masks: bool = True  # whether it takes a mask; CLIP's plans are built without one
     loaded: Hashable = None  # the identity of the set that is under the engine; None is the base
 
 
@@ -211,7 +215,7 @@ class AcceleratedEncoder:
         packages: Packages | None = None,
     ) -> None:
         self._host = host
-        self._recipe = load_recipe(recipe)
+        self._recipe = load_recipe(recipe).of(host.spec)
         self._request = os.environ.get("OCTAVO_ENGINE", "auto") if engine == "auto" else engine
         self._floor = floor
         self._cache = cache or EngineCache()
@@ -289,7 +293,7 @@ class AcceleratedEncoder:
             if (
                 embeds.dim() != 3
                 or embeds.shape[0] < 1
-                or not 1 <= embeds.shape[1] <= spec.positions
+                or not 1 <= embeds.shape[1] <= longest(spec)
                 or embeds.shape[2] != spec.width
                 or not embeds.is_floating_point()
                 or embeds.dtype == torch.float64
@@ -301,8 +305,11 @@ class AcceleratedEncoder:
                 self._known_kinds.add(kind)
         if mask is None:
             return True
-        # A row whose first key is masked has a query with nothing to attend to: hosts differ there.
-        return mask.shape == embeds.shape[:2] and bool((mask[:, 0] != 0).all())
+        if mask.shape != embeds.shape[:2]:
+            return False
+        # In CLIP a row whose first key is masked has a query with nothing to attend to, and hosts
+        # differ there. In T5 it attends to everything alike.
+        return isinstance(self._host.spec, T5Spec) or bool((mask[:, 0] != 0).all())
 
     # -- preparing ------------------------------------------------------------------------------
 
@@ -330,7 +337,7 @@ class AcceleratedEncoder:
                     self._refuse(decision.engine, recipe, decision.reason)
             if engines and self._serve_first(engines, recipe, facts):
                 return
-            recipe = load_recipe(recipe.demote_to) if recipe.demote_to else None
+            recipe = load_recipe(recipe.demote_to).of(self._host.spec) if recipe.demote_to else None
         if forced and self._request != "host":
             last = self._refusals[-1].reason if self._refusals else "it cannot serve here"
             raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
@@ -393,14 +400,20 @@ class AcceleratedEncoder:
         checkpoint: QuantizedCheckpoint,
         check: tuple[Sample, States, dict[str, Tensor]],
         facts: Device,
+        weights: Fp8Weights | None = None,
     ) -> _Serving:
-        """Load one engine and let it prove itself. On OctavoError nothing stays loaded."""
+        """Load one engine and let it prove itself. On OctavoError nothing stays loaded.
+
+        `weights`: the checkpoint's, where they are known; the engine was proven with them before.
+        """
         held_out, expected, _ = check
         spec, device = checkpoint.spec, self._host.device
-        tensors = {n: checkpoint.read(n) for n in engine_tensors(spec, checkpoint.structure)}
-        weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, recipe.body))
-        if self._ranges:
-            weights = _widened(weights, self._ranges, torch.device("cpu"))
+        first = weights is None
+        if weights is None:
+            tensors = {n: checkpoint.read(n) for n in engine_tensors(spec, checkpoint.structure)}
+            weights = Fp8Weights.from_tensors(spec, tensors, getattr(torch, recipe.body))
+            if self._ranges:
+                weights = widened(weights, self._ranges, torch.device("cpu"))
         plan: str | None = None
         engine: Engine
         load: Callable[[Fp8Weights], None]
@@ -410,17 +423,17 @@ class AcceleratedEncoder:
         else:
             engine, load, plan = self._start_trt(name, checkpoint, entry, recipe, weights, facts)
         try:
-            similarity = _check_engine(engine, held_out, expected)
+            similarity = _check_engine(engine, held_out, expected, batches=first)
             short = shortfall(similarity.facts(), self._floor or recipe.floor)
             if short is not None:
                 raise SimilarityError(f"it is not close enough to FP32 on this device: {short}")
-            if isinstance(engine, TorchFp8Engine):
+            if first and isinstance(engine, TorchFp8Engine):
                 engine.drop_graphs()  # of the check's batches; a single prompt's stays ready
                 engine.encode(held_out.embeds[:1])
         except BaseException:
             engine.close()
             raise
-        masks = name == "torch_fp8"
+        masks = name == "torch_fp8" or isinstance(spec, T5Spec)
         return _Serving(
             name, engine, load, recipe, weights, entry, plan, similarity, expected, masks
         )
@@ -438,6 +451,7 @@ class AcceleratedEncoder:
 
         assert name in ("tensorrt_rtx", "tensorrt") and facts.sm is not None
         module = trt.load(name)
+        t5 = isinstance(checkpoint.spec, T5Spec)
         plan, _ = make_plan(
             self._host.name,
             checkpoint,
@@ -446,9 +460,10 @@ class AcceleratedEncoder:
             self._cache,
             body=recipe.body,
             flavour=name,
+            mask=t5,
             report=self._progress,
         )
-        graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body)
+        graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body, mask=t5)
         device = self._host.device
 
         def inputs(of: Fp8Weights) -> dict[str, Tensor]:
@@ -467,6 +482,8 @@ class AcceleratedEncoder:
             device=device,
             sha256=None if found is None else found.manifest.sha256,
             runtime_cache=Path(plan.path).with_suffix(""),
+            batches=T5_BATCHES if t5 else BATCHES,
+            lengths=T5_LENGTHS if t5 else None,
         )
         return session, lambda of: session.swap_weights(inputs(of)), plan.key
 
@@ -481,10 +498,10 @@ class AcceleratedEncoder:
         recorder = AmaxRecorder()
         reference = StreamedEncoder(spec, read, device)
 
-        def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+        def run(embeds: Tensor) -> tuple[Tensor | None, Tensor]:
             with torch.no_grad():
                 hidden, last = encode(reference.ops(recorder), spec, embeds)
-            return hidden[-2], last
+            return hidden[-2] if hidden else None, last
 
         states = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
         return held_out, states, recorder.amax
@@ -496,7 +513,7 @@ class AcceleratedEncoder:
         ops = StreamedEncoder(spec, read, device).ops(recorder)
         with torch.no_grad():
             for start in range(0, len(rows), STREAMED_BATCH):
-                embeds = embed_tokens(read, rows[start : start + STREAMED_BATCH])
+                embeds = embed_tokens(read, rows[start : start + STREAMED_BATCH], spec.token_table)
                 encode(ops, spec, embeds.to(device))
         return recorder.amax
 
@@ -530,11 +547,12 @@ class AcceleratedEncoder:
             serving.loaded = identity
             return True
         try:
-            held_out, expected, amax = self._expect(patched.read, serving.recipe)
-            weights = _requantized(serving.weights, patched.read, amax, self._host.device)
+            requantizer = Requantizer(serving.weights, patched.read, self._host.device)
+            held_out, expected, amax = self._expect(requantizer, serving.recipe)
+            weights = requantizer.weights(amax)
             serving.loaded = _UNPROVEN
             serving.load(weights)
-            similarity = _check_engine(serving.engine, held_out, expected)
+            similarity = _check_engine(serving.engine, held_out, expected, batches=False)
             short = shortfall(similarity.facts(), self._floor or serving.recipe.floor)
         except (EngineUnavailable, torch.cuda.OutOfMemoryError):
             raise
@@ -554,9 +572,9 @@ class AcceleratedEncoder:
 
     def _fastest(self, able: list[_Serving]) -> _Serving:
         """Time each once on one prompt; the choice is kept with the checkpoint and found again."""
-        embeds = torch.zeros(
-            1, self._host.spec.positions, self._host.spec.width, device=self._host.device
-        )
+        spec = self._host.spec
+        tokens = T5_LENGTHS[1] if isinstance(spec, T5Spec) else spec.positions
+        embeds = torch.zeros(1, tokens, spec.width, device=self._host.device)
         noted = able[0].checkpoint.manifest.facts.get("fastest", {})
         where = f"{(self._facts or probe(self._host.device)).name}"
         known = noted.get(where, {}) if isinstance(noted, dict) else {}
@@ -637,6 +655,13 @@ class AcceleratedEncoder:
             self._sets.clear()
             return freed
 
+    def drop_sets(self) -> int:
+        """Free the patched sets that are kept for later, the first thing to go; bytes freed."""
+        with self._lock:
+            freed = self._sets_bytes()
+            self._sets.clear()
+            return freed
+
     def resume(self) -> bool:
         """Load what `rest` put away; the host serves while there is no memory for it.
 
@@ -665,6 +690,7 @@ class AcceleratedEncoder:
                 open_quantized(resting.checkpoint.path),
                 check,
                 self._facts or probe(self._host.device),
+                resting.weights,
             )
             self._resting = None
         except torch.cuda.OutOfMemoryError as error:
@@ -731,8 +757,10 @@ class AcceleratedEncoder:
         serving = self._serving
         if serving is None:
             return 0
-        kept = [t for w in self._sets.values() for t in _as_tensors(w).values() if t.is_cuda]
-        return serving.engine.bytes + sum(t.nbytes for t in kept)
+        return serving.engine.bytes + self._sets_bytes()
+
+    def _sets_bytes(self) -> int:
+        return sum(t.nbytes for w in self._sets.values() for t in _as_tensors(w).values())
 
     def close(self) -> None:
         """Free everything; `encode` raises afterwards. May be called twice."""
@@ -752,21 +780,27 @@ class AcceleratedEncoder:
         self.close()
 
 
-def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similarity:
+def _check_engine(
+    engine: Engine, held_out: Sample, expected: States, *, batches: bool = True
+) -> Similarity:
     """Similarity of an engine on the check prompts; each alone and all together must agree.
 
+    Without `batches` each is asked alone: enough for other weights under an engine that was proven.
     Raises SimilarityError where the answer is not finite, constant, or depends on the batch.
     """
 
-    def run(embeds: Tensor) -> tuple[Tensor, Tensor]:
+    def run(embeds: Tensor) -> tuple[Tensor | None, Tensor]:
         hidden, last = engine.encode(embeds)
-        return hidden[-2], last
+        return hidden[-2] if hidden else None, last
 
     got = states_of(run, held_out.embeds, held_out.rows, held_out.projection, batch=1)
-    if not bool(torch.isfinite(got.final).all() and torch.isfinite(got.penultimate).all()):
+    states = [got.final] if got.penultimate is None else [got.final, got.penultimate]
+    if not all(bool(torch.isfinite(state).all()) for state in states):
         raise SimilarityError("its answer to the check prompts is not finite")
     if float((got.final[0] - got.final[-1]).abs().max()) == 0:
         raise SimilarityError("it gives the same answer to different prompts")
+    if not batches:
+        return measure(expected, got)
     together = states_of(run, held_out.embeds, held_out.rows, held_out.projection)
     batch = measure(got, together)
     if not batch.token_min >= 0.99:
@@ -776,47 +810,18 @@ def _check_engine(engine: Engine, held_out: Sample, expected: States) -> Similar
     return measure(expected, got)
 
 
-def _requantized(
-    base: Fp8Weights,
-    read: Callable[[str], Tensor],
-    amax: Mapping[str, Tensor],
-    device: torch.device,
-) -> Fp8Weights:
-    """`base`'s recipe over patched weights; the base's input ranges, only ever widened."""
-    spec = base.spec
-    names = [n for n in spec.tensors() if "token_embedding" not in n]
-    fresh = base.requantized({n: read(n).to(device) for n in names})
-    return _widened(fresh, amax, device)
-
-
-def _widened(weights: Fp8Weights, amax: Mapping[str, Tensor], device: torch.device) -> Fp8Weights:
-    """`weights` with input ranges of at least `amax`, their scales on `device`."""
-    # q, k and v see one input and must keep one scale: their amax are equal, so their maxima are.
-    linears = {
-        name: replace(
-            linear,
-            input_scale=torch.maximum(
-                linear.input_scale.to(device), (amax[name] / 448.0).to(device)
-            ),
-        )
-        if isinstance(linear, Fp8Linear)
-        else linear
-        for name, linear in weights.linears.items()
-    }
-    return replace(weights, linears=linears)
-
-
 def _as_tensors(weights: Fp8Weights) -> dict[str, Tensor]:
     """`Fp8Weights` under the names of a checkpoint file."""
-    tensors = {POSITIONS: weights.positions}
+    tensors = dict(weights.tables)
+    biases: dict[str, Tensor | None] = {}
     for name, (weight, bias) in weights.norms.items():
-        tensors[name + ".weight"], tensors[name + ".bias"] = weight, bias
+        tensors[name + ".weight"], biases[name + ".bias"] = weight, bias
     for name, linear in weights.linears.items():
-        tensors[name + ".weight"], tensors[name + ".bias"] = linear.weight, linear.bias
+        tensors[name + ".weight"], biases[name + ".bias"] = linear.weight, linear.bias
         if isinstance(linear, Fp8Linear):
             tensors[name + ".weight_scale"] = linear.weight_scale
             tensors[name + ".input_scale"] = linear.input_scale
-    return tensors
+    return tensors | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def _milliseconds(engine: Engine, embeds: Tensor, repeats: int = 20) -> float:

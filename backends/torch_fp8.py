@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encoders import ClipSpec, encode
-from ..encoders.clip import FINAL_NORM, POSITIONS
+from ..encoders import EncoderSpec, T5Spec, encode
+from ..encoders.clip import POSITIONS
 from ..errors import EngineUnavailable
-from .fp8_ops import E4M3, DeviceWeights, Fp8Linear, Fp8Ops, Fp8Weights
+from .fp8_ops import E4M3, DeviceWeights, Fp8Linear, Fp8Ops, Fp8Weights, Lines
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ MIN_SM = (8, 9)  # Ada; the first tensor cores that take E4M3
 # A shape whose states take more runs eagerly: it keeps the GPU busy for longer than Python needs to
 # launch it, and a graph would hold that much memory for good.
 GRAPH_BYTES = 256 << 20
+T5_TOKENS = 1024  # T5 has no positions; beyond, the host's PyTorch answers
 
 Shape = tuple[int, int, bool]  # batch, tokens, whether there is a mask
 
@@ -47,7 +48,8 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     embeds: Tensor  # [B, S, C]
     mask: Tensor | None  # [B, S]
-    states: Tensor  # [L + 2, B, S, C]
+    states: Tensor  # [L + 2, B, S, C], of T5 [1, B, S, C]
+    lines: Lines
 
 
 class TorchFp8Engine:
@@ -60,7 +62,7 @@ class TorchFp8Engine:
 
     def __init__(
         self,
-        spec: ClipSpec,
+        spec: EncoderSpec,
         weights: Fp8Weights,
         device: torch.device | str,
         *,
@@ -92,7 +94,8 @@ class TorchFp8Engine:
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """The L+1 hidden states and the final normed state, each [B, S, C] in the body's dtype.
 
-        `embeds` is of any float dtype, `mask` bool with True = attend, key 0 always. The results
+        T5 gives the final state alone, in FP32, as its residual stream is. `embeds` is of any float
+        dtype, `mask` bool with True = attend; CLIP's key 0 is always attended to. The results
         are new tensors, queued on the caller's current stream. Raises ValueError for a shape that
         the encoder does not have, EngineUnavailable after `close`, and torch.OutOfMemoryError.
         """
@@ -117,6 +120,9 @@ class TorchFp8Engine:
             stream = self._begin()
             try:
                 held.copy_from(weights)
+                for captured in self._captured.values():
+                    for (name, tokens), line in captured.lines.items():
+                        line.copy_(held.bias_line(name, tokens))
             finally:
                 self._end(stream)
 
@@ -139,7 +145,7 @@ class TorchFp8Engine:
             static = sum(
                 t.nbytes
                 for c in self._captured.values()
-                for t in (c.embeds, c.mask, c.states)
+                for t in (c.embeds, c.mask, c.states, *c.lines.values())
                 if t is not None
             )
             return self._weights.size_bytes + static + _pool_bytes(self._pool)
@@ -196,12 +202,13 @@ class TorchFp8Engine:
     # -- one call ---------------------------------------------------------------------------------
 
     def _check(self, embeds: Tensor, mask: Tensor | None) -> None:
-        shape, (width, positions) = tuple(embeds.shape), (self.spec.width, self.spec.positions)
-        fits = len(shape) == 3 and shape[2] == width and 0 < shape[1] <= positions and shape[0] > 0
+        shape, width = tuple(embeds.shape), self.spec.width
+        limit = T5_TOKENS if isinstance(self.spec, T5Spec) else self.spec.positions
+        fits = len(shape) == 3 and shape[2] == width and 0 < shape[1] <= limit and shape[0] > 0
         if not fits or not embeds.is_floating_point():
             raise ValueError(
                 f"embeds are {embeds.dtype} {shape}; this encoder takes floats [batch, 1 to "
-                f"{positions} tokens, {width}]"
+                f"{limit} tokens, {width}]"
             )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape[:2]):
             raise ValueError(
@@ -210,12 +217,12 @@ class TorchFp8Engine:
             )
 
     def _states(self, weights: DeviceWeights, embeds: Tensor, mask: Tensor | None) -> Tensor:
-        """All states [L + 2, B, S, C] in one new tensor."""
+        """All states [L + 2, B, S, C], or T5's only one, in one new tensor."""
         b, s, _ = embeds.shape
         shape: Shape = (b, s, mask is not None)
         captured = self._graph(weights, shape)
         if captured is None:
-            embeds = embeds.to(self.device, weights.body).contiguous()
+            embeds = embeds.to(self.device, self._carried(weights)).contiguous()
             mask = None if mask is None else mask.to(self.device).contiguous()
             return self._run(weights, embeds, mask)
         captured.embeds.copy_(embeds)
@@ -230,29 +237,41 @@ class TorchFp8Engine:
         embeds: Tensor,
         mask: Tensor | None,
         states: Tensor | None = None,
+        lines: Lines | None = None,
         *,
         in_graph: bool = False,
     ) -> Tensor:
         """Run the encoder's operations; every state goes to its place in `states`."""
         spec = self.spec
         if states is None:
-            states = embeds.new_empty(spec.layers + 2, *embeds.shape)
-        places = {POSITIONS: states[0], FINAL_NORM: states[-1]}
-        places |= {spec.block(i) + "mlp.fc2": states[i + 1] for i in range(spec.layers)}
+            states = embeds.new_empty(self._count, *embeds.shape)
+        places = {spec.norms()[-1]: states[-1]}
+        if not isinstance(spec, T5Spec):
+            places[POSITIONS] = states[0]
+            places |= {spec.groups(i)[-1][-1]: states[i + 1] for i in range(spec.layers)}
         if self._kernels is not None:
             rows = embeds.shape[0] * embeds.shape[1]
             overlapped = in_graph and self._kernels.overlaps(self.device, rows)
-            ops = self._kernels.FusedOps(weights, places=places, overlapped=overlapped)
+            ops = self._kernels.FusedOps(weights, places=places, lines=lines, overlapped=overlapped)
             try:
                 ops.tensor(encode(ops, spec, embeds, mask)[1])
                 return states
             except self._kernels.KernelError as error:
                 log.warning("torch_fp8 goes on without Triton, which fails: %s", _summary(error))
                 self._kernels = None
-        ops = Fp8Ops(weights, simulated=self._simulated, places=places)
+        ops = Fp8Ops(weights, simulated=self._simulated, places=places, lines=lines)
         # The last state asks for all the others, which are computed into their places on the way.
         ops.tensor(encode(ops, spec, embeds, mask)[1])
         return states
+
+    @property
+    def _count(self) -> int:
+        """How many states there are."""
+        return 1 if isinstance(self.spec, T5Spec) else self.spec.layers + 2
+
+    def _carried(self, weights: DeviceWeights) -> torch.dtype:
+        """The dtype of the residual stream: T5's outgrows FP16 and loses too much in BF16."""
+        return torch.float32 if isinstance(self.spec, T5Spec) else weights.body
 
     # -- graphs -----------------------------------------------------------------------------------
 
@@ -262,7 +281,7 @@ class TorchFp8Engine:
             self._captured.move_to_end(shape)
             return self._captured[shape]
         b, s, _ = shape
-        size = (self.spec.layers + 2) * b * s * self.spec.width * weights.body.itemsize
+        size = self._count * b * s * self.spec.width * self._carried(weights).itemsize
         if self.max_graphs == 0 or size > GRAPH_BYTES or shape in self._uncapturable:
             return None
         while len(self._captured) >= self.max_graphs:
@@ -280,28 +299,30 @@ class TorchFp8Engine:
 
     def _capture(self, weights: DeviceWeights, shape: Shape) -> _Captured:
         b, s, masked = shape
-        embeds = torch.zeros(b, s, self.spec.width, dtype=weights.body, device=self.device)
+        carried = self._carried(weights)
+        embeds = torch.zeros(b, s, self.spec.width, dtype=carried, device=self.device)
         mask = torch.ones(b, s, dtype=torch.bool, device=self.device) if masked else None
-        states = embeds.new_empty(self.spec.layers + 2, *embeds.shape)
+        states = embeds.new_empty(self._count, *embeds.shape)
+        lines: Lines = {}  # made by the eager run, outside of the graph that reads them
         graph = torch.cuda.CUDAGraph()
         current, side = torch.cuda.current_stream(), _side_stream(self.device)
         with _capturing, torch.cuda.stream(side):
             # As in a graph, nothing else may be under way: see FusedOps.
             current.synchronize()
             # Once eagerly: compiles the kernels and makes cuBLAS allocate outside the graph's pool.
-            self._run(weights, embeds, mask, states, in_graph=True)
+            self._run(weights, embeds, mask, states, lines, in_graph=True)
             # Not torch.cuda.graph, which also empties the host's allocator cache. Other threads
             # may go on using CUDA meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._run(weights, embeds, mask, states, in_graph=True)
+                self._run(weights, embeds, mask, states, lines, in_graph=True)
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()
             current.wait_stream(side)
-        return _Captured(graph, embeds, mask, states)
+        return _Captured(graph, embeds, mask, states, lines)
 
     # -- order ------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +31,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
+from ..encoders.ops import Activation
 from .fp8_ops import (
     E4M3,
+    FEW_ROWS,
     Activated,
     Attention,
+    Bias,
     DeviceWeights,
     Fp8Ops,
+    Lines,
     Matrix,
     Norm,
+    Part,
     Product,
     Sum,
     Tensors,
+    Value,
 )
 
 try:
@@ -80,9 +87,13 @@ def _quantize(x, scale):
 
 
 @triton.jit
-def _activate(x, QUICK: tl.constexpr):
-    if QUICK:
+def _activate(x, KIND: tl.constexpr):
+    if KIND == "quick_gelu":
         y = x / (1.0 + tl.exp(-1.702 * x))
+    elif KIND == "gelu_tanh":  # 0.5 (1 + tanh(u)) is sigmoid(2 u)
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        y = tl.maximum(x, 0.0)
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return y
@@ -97,9 +108,9 @@ def _plus(a, b, c, d):
 def _add_norm(
     x, addend, column_scale, addend_bias, weight, bias, scale, total, normed, period, rows, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
-    NORMED: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+    NORMED: tl.constexpr, RMS: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of total = x + addend and of normed = layer_norm(total), quantized or not.
+    """One row of total = x + addend and of normed = norm(total), layer or RMS, quantized or not.
 
     `addend` is [period, C] in the body's dtype, or the FP32 partial products [PARTS, rows, C] of a
     GEMM, which are summed in order, scaled per column and biased.
@@ -110,7 +121,8 @@ def _add_norm(
     body = total.dtype.element_ty
     if NORMED:
         gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
-        shift = tl.load(bias + column, inside, 0.0).to(tl.float32)
+        if not RMS:
+            shift = tl.load(bias + column, inside, 0.0).to(tl.float32)
     if PARTS > 0:
         factor = tl.load(column_scale + column, inside, 0.0)
         offset = tl.load(addend_bias + column, inside, 0.0).to(tl.float32)
@@ -132,11 +144,14 @@ def _add_norm(
     if NORMED:
         # Both sums in one exchange between the warps; FP32 is wide enough for the difference.
         first, second = tl.reduce((value, value * value), 0, _plus)
-        mean = first / C
-        variance = tl.maximum(second / C - mean * mean, 0.0)
-        y = ((value - mean) * tl.rsqrt(variance + eps) * gain + shift).to(body)
+        if RMS:
+            y = (value * tl.rsqrt(second / C + eps) * gain).to(body)
+        else:
+            mean = first / C
+            variance = tl.maximum(second / C - mean * mean, 0.0)
+            y = ((value - mean) * tl.rsqrt(variance + eps) * gain + shift).to(body)
         if QUANTIZED:
-            y = _quantize(y.to(tl.float32), tl.load(scale))
+            y = _quantize(y.to(tl.float32), tl.load(scale)).to(normed.dtype.element_ty)
         tl.store(normed + row * C + column, y, inside)
 
 
@@ -185,22 +200,106 @@ def _attention(
         gdc_launch_dependents()
     y = (acc / total[:, None]).to(query.dtype)
     if QUANTIZED:
-        y = _quantize(y.to(tl.float32), tl.load(scale))
+        y = _quantize(y.to(tl.float32), tl.load(scale)).to(out.dtype.element_ty)
     at = out + (first + row)[:, None] * (heads * D) + head * D + depth[None, :]
     tl.store(at, y, (row < tokens)[:, None])
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _biased_attention(
+    q, k, v, q_scale, k_scale, v_scale, line, mask, scale, out, tokens, heads, stride,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
+    MASKED: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_attention`, for T5: softmax(q k' + bias) v over all keys, without a scale of its own.
+
+    `line` [H, 2 S - 1] is the bias by key minus query. SCALED: q, k and v are still to be
+    multiplied by their weights' scales. A masked key has a finite score, so that a row without any
+    other is the mean of v, as in PyTorch.
+    """
+    if PDL:
+        gdc_wait()
+    blocks = tl.cdiv(tokens, QUERIES)
+    block = tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks) % heads
+    first = (tl.program_id(0) // blocks // heads).to(tl.int64) * tokens  # row of token 0
+    row = block * QUERIES + tl.arange(0, QUERIES)
+    depth = tl.arange(0, D)
+    at = q + (first + row)[:, None] * stride + head * D + depth[None, :]
+    query = tl.load(at, (row < tokens)[:, None], 0.0)
+    log2_e = 1.4426950408889634
+    factor = log2_e
+    if SCALED:
+        factor = tl.load(q_scale) * tl.load(k_scale) * log2_e
+    middle = line + head * (2 * tokens - 1) + tokens - 1
+    top = tl.full((QUERIES,), -2e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, D), tl.float32)
+    for start in range(0, tokens, KEYS):
+        key_row = start + tl.arange(0, KEYS)
+        inside = key_row < tokens
+        begin = (first + key_row) * stride + head * D
+        key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)  # [D, KEYS]
+        value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)  # [KEYS, D]
+        there = inside[None, :] & (row < tokens)[:, None]
+        bias = tl.load(middle + key_row[None, :] - row[:, None], there, 0.0)
+        score = tl.dot(query, key) * factor + bias * log2_e
+        if MASKED:
+            allowed = tl.load(mask + first + key_row, inside, 0) != 0
+            score = tl.where(allowed[None, :], score, -1e30)
+        score = tl.where(inside[None, :], score, -2e30)
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None])
+        top = higher
+    if PDL:
+        gdc_launch_dependents()
+    y = acc / total[:, None]
+    if SCALED:
+        y = y * tl.load(v_scale)
+    if QUANTIZED:
+        y = _quantize(y, tl.load(scale))
+    at = out + (first + row)[:, None] * (heads * D) + head * D + depth[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), (row < tokens)[:, None])
+
+
+@triton.jit
+def _gated(
+    gate, up, gate_scale, up_scale, scale, out, stride, N: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of out [M, N] = activation(gate) * up, whose rows lie `stride` apart.
+
+    Both are still to be multiplied by their weights' scales.
+    """
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    a = tl.load(gate + row * stride + column, inside, 0.0).to(tl.float32) * tl.load(gate_scale)
+    b = tl.load(up + row * stride + column, inside, 0.0).to(tl.float32) * tl.load(up_scale)
+    if PDL:
+        gdc_launch_dependents()
+    y = _activate(a, KIND) * b
+    if QUANTIZED:
+        y = _quantize(y, tl.load(scale))
+    tl.store(out + row * N + column, y.to(out.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _activation(
-    x, scale, out, count, BLOCK: tl.constexpr, QUICK: tl.constexpr, QUANTIZED: tl.constexpr
+    x, scale, out, count, BLOCK: tl.constexpr, KIND: tl.constexpr, QUANTIZED: tl.constexpr
 ):
     """out = activation(x), quantized with `scale` or not, element by element."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, inside, 0.0)
-    y = _activate(value.to(tl.float32), QUICK).to(value.dtype)
+    y = _activate(value.to(tl.float32), KIND).to(value.dtype)
     if QUANTIZED:
-        y = _quantize(y.to(tl.float32), tl.load(scale))
+        y = _quantize(y.to(tl.float32), tl.load(scale)).to(out.dtype.element_ty)
     tl.store(out + at, y, inside)
 
 
@@ -208,13 +307,15 @@ def _activation(
 def _fp8_linear(
     a, w, column_scale, bias, scale, out, M, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, EPILOGUE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EPILOGUE: tl.constexpr, LINES: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile [ROWS, COLUMNS] of a [M, K] times w' [K, N], over one of `SPLIT` parts of K.
 
-    EPILOGUE "partial" stores the FP32 sums [SPLIT, M, N]; "body" scales and biases; "gelu" and
-    "quick_gelu" also activate, and quantize with `scale`. The tile is computed transposed: tensor
-    cores take 64 rows at a time, of which there are enough in w but not in a prompt.
+    EPILOGUE "partial" stores the FP32 sums [SPLIT, M, N]; "body" scales and biases; any other is an
+    activation, which is computed as well and quantized with `scale`. The tile is computed
+    transposed: tensor cores take 64 rows at a time, of which there are enough in w but not in a
+    prompt. EXACT multiplies the codes as FP16, which holds them all, and so adds up in full FP32.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -227,17 +328,20 @@ def _fp8_linear(
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1
         )
+        # Before the wait: the next kernel, which waits for the end of this one, can only fetch.
+        gdc_launch_dependents()
         gdc_wait()
     inside = row < M
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     at_w = w + column[:, None] * K + depth[None, :]
     at_a = a + row[None, :] * K + depth[:, None]
     for _ in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
-        acc = tl.dot(tl.load(at_w), tl.load(at_a, inside[None, :], 0.0), acc)
+        left, right = tl.load(at_w), tl.load(at_a, inside[None, :], 0.0)
+        if EXACT:
+            left, right = left.to(tl.float16), right.to(tl.float16)
+        acc = tl.dot(left, right, acc)
         at_w += DEPTH
         at_a += DEPTH
-    if PDL:
-        gdc_launch_dependents()
     acc = tl.trans(acc)
     at = out + part * M * N + row[:, None] * N + column[None, :]
     if EPILOGUE == "partial":
@@ -247,8 +351,8 @@ def _fp8_linear(
         offset = tl.load(bias + column)
         y = (acc * factor[None, :] + offset.to(tl.float32)[None, :]).to(offset.dtype)
         if EPILOGUE != "body":
-            y = _activate(y.to(tl.float32), EPILOGUE == "quick_gelu").to(y.dtype)
-            y = _quantize(y.to(tl.float32), tl.load(scale))
+            y = _activate(y.to(tl.float32), EPILOGUE).to(y.dtype)
+            y = _quantize(y.to(tl.float32), tl.load(scale)).to(out.dtype.element_ty)
         tl.store(at, y, inside[:, None])
 
 
@@ -261,35 +365,47 @@ class Tile:
     depth: int
     split: int
     stages: int
+    warps: int = 4
 
 
 # Rows up to which a GEMM is ours, measured on an H200 with CLIP-L and CLIP-G: at a plain product
-# cuBLASLt catches up with a few hundred; for stacked q/k/v it needs three calls; and an activation
+# cuBLASLt catches up with FEW_ROWS; for stacked q/k/v it needs three calls; and an activation
 # in the epilogue saves a pass over the widest tensor, which outweighs a short K at any size.
-FEW_ROWS = 320
 STACKED_ROWS = 2048
 SHORT_K = 1024
-ENOUGH_PROGRAMS = 80  # fewer leave most of a large GPU idle: cut smaller
-DEEP_PROGRAMS = 264  # more do not fit at once with 96 KB each: two on each of 132 multiprocessors
+ENOUGH_PROGRAMS = 100  # fewer leave most of a large GPU idle: cut smaller
 
 
 def _tile(matrix: Matrix, rows: int, *, activated: bool = False) -> Tile | None:
     """How to multiply `rows` rows with `matrix` here, or None: cuBLASLt is to do it. Pure."""
     n, k = matrix.weight.shape
+    if matrix.bias is None:  # T5: so large that cuBLASLt is faster at any number of rows
+        return None
     if matrix.input_scale is None or n % 64 or k % 128 or rows * max(n, k) >= 2**31:
         return None
     if rows > FEW_ROWS:
+        if matrix.is_exact(rows):
+            return Tile(128, 128, 64, 1, 3, 8) if n % 128 == 0 else Tile(128, 64, 64, 1, 3)
         stacked = len(matrix.names) > 1 and rows <= STACKED_ROWS
         return Tile(128, 64, 128, 1, 3) if stacked or (activated and k <= SHORT_K) else None
-    wide, split = 256, 1
+    split = 1
     if len(matrix.names) == 1 and not activated:  # ends in a sum, which can add parts of K
-        wide, split = (256, k // 768) if k > n else (128, 2)
+        split = k // 768 if k > n else 2
         while split > 1 and k % (split * 128):
             split -= 1
         split = max(split, 1)
     tall = (n // 64) * triton.cdiv(rows, 64) * split
-    deep = (k // split) % wide == 0 and tall <= DEEP_PROGRAMS
-    return Tile(64 if tall >= ENOUGH_PROGRAMS else 32, 64, wide if deep else 128, split, 3)
+    height = 64 if tall >= ENOUGH_PROGRAMS else 32
+    if matrix.is_exact(rows):
+        return Tile(height, 64, 128, split, 4)
+    if height == 32 and (k // split) % 256 == 0:
+        return Tile(height, 64, 256, split, 3)
+    return Tile(height, 64, 128, split, 5 if height == 64 else 4)
+
+
+def _codes(matrix: Matrix, rows: int) -> torch.dtype:
+    """What the codes that `matrix` multiplies are stored in: half the conversions if it is FP16."""
+    return torch.float16 if matrix.is_exact(rows) else E4M3
 
 
 class FusedOps(Fp8Ops):
@@ -306,9 +422,10 @@ class FusedOps(Fp8Ops):
         *,
         simulated: bool = False,
         places: Tensors | None = None,
+        lines: Lines | None = None,
         overlapped: bool = False,
     ) -> None:
-        super().__init__(weights, simulated=simulated, places=places)
+        super().__init__(weights, simulated=simulated, places=places, lines=lines)
         self._pdl: dict[str, Any] = {"PDL": overlapped}
         if overlapped:
             self._pdl["launch_pdl"] = True
@@ -346,25 +463,32 @@ class FusedOps(Fp8Ops):
             weight, bias = self.weights.norms[norm.name]
             scale = None if consumer is None else consumer.input_scale
             place = self.place(norm) if consumer is None else None
-            normed = self._output(base, place, E4M3 if scale is not None else None)
+            codes = None
+            if consumer is not None:
+                codes = self.weights.body if scale is None else _codes(consumer, rows)
+            normed = self._output(base, place, codes)
         block = triton.next_power_of_2(c)
         _add_norm[(rows,)](
             base, addend, column_scale, addend_bias, weight, bias, scale, total, normed,
             period, rows, 0.0 if norm is None else norm.eps,
             C=c, BLOCK=block, ADDED=added is not None, PARTS=parts, NORMED=norm is not None,
-            QUANTIZED=scale is not None, num_warps=8 if rows <= 1024 else 4, **self._pdl,
+            RMS=norm is not None and norm.rms, QUANTIZED=scale is not None,
+            num_warps=8 if rows <= 1024 or c > 2048 else 4, **self._pdl,
         )  # fmt: skip
         return total, normed
 
     def attend(self, value: Attention, consumer: Matrix | None) -> Tensor:
-        q, k, v = value.q, value.k, value.v
+        if value.bias is not None:
+            return self._attend_biased(value, value.bias, consumer)
+        q, k, v = (self.tensor(x) for x in (value.q, value.k, value.v))
         b, s, c = q.shape
         d = c // value.heads
         strides = {t.stride()[1:] for t in (q, k, v)}
         if d not in (16, 32, 64, 128) or len(strides) > 1 or q.stride(2) != 1:
             return super().attend(value, consumer)
         scale = None if consumer is None else consumer.input_scale
-        out = q.new_empty(b, s, c, dtype=None if scale is None else E4M3)
+        codes = None if consumer is None or scale is None else _codes(consumer, b * s)
+        out = q.new_empty(b, s, c, dtype=codes)
         heads = b * value.heads
         queries, keys, warps = (16, 128, 4) if heads <= 32 else (16, 64, 4)
         if heads > 256:
@@ -376,20 +500,78 @@ class FusedOps(Fp8Ops):
         )  # fmt: skip
         return out
 
+    def _attend_biased(self, value: Attention, bias: Bias, consumer: Matrix | None) -> Tensor:
+        parts = [x for x in (value.q, value.k, value.v) if isinstance(x, Part)]
+        scaled = len(parts) == 3
+        q, k, v = (
+            (p.raw for p in parts) if scaled else map(self.tensor, (value.q, value.k, value.v))
+        )
+        b, s, c = q.shape
+        d = c // value.heads
+        strides = {t.stride()[1:] for t in (q, k, v)}
+        if d not in (16, 32, 64, 128) or len(strides) > 1 or q.stride(2) != 1:
+            return super().attend(value, consumer)
+        q_scale, k_scale, v_scale = (p.scale for p in parts) if scaled else (None, None, None)
+        scale = None if consumer is None else consumer.input_scale
+        out = q.new_empty(b, s, c, dtype=self.weights.body if scale is None else E4M3)
+        _biased_attention[(b * value.heads * triton.cdiv(s, 64),)](
+            q, k, v, q_scale, k_scale, v_scale, self.bias_line(bias, s), value.mask, scale, out,
+            s, value.heads, q.stride(1), D=d, QUERIES=64, KEYS=64, SCALED=scaled,
+            MASKED=value.mask is not None, QUANTIZED=scale is not None, num_warps=4, num_stages=2,
+            **self._pdl,
+        )  # fmt: skip
+        return out
+
+    def linears(self, x: Value, names: Sequence[str]) -> tuple[Value, ...]:
+        matrix = self.weights.matrices.get(tuple(names))
+        if matrix is None or len(names) == 1 or matrix.bias is not None:
+            return super().linears(x, names)
+        if matrix.input_scale is None:
+            return super().linears(x, names)
+        # One GEMM of cuBLASLt, which takes one scale; those of the linears follow in the kernels.
+        operand = self.operand(x, matrix)
+        unit, one = self.weights.unit(matrix)
+        raw = torch._scaled_mm(
+            operand.view(-1, operand.shape[-1]),
+            matrix.weight.T,
+            scale_a=unit,
+            scale_b=one,
+            out_dtype=torch.float16,
+            use_fast_accum=True,
+        ).view(*operand.shape[:-1], -1)
+        parts = raw.chunk(len(names), dim=-1)
+        return tuple(Part(p, s) for p, s in zip(parts, matrix.raw_scales, strict=True))
+
+    def _gate(self, gate: Part, up: Part, kind: Activation, scale: Tensor | None) -> Tensor:
+        *batch, n = gate.raw.shape
+        out = gate.raw.new_empty(*batch, n, dtype=self.weights.body if scale is None else E4M3)
+        rows = out.numel() // n
+        _gated[(rows, triton.cdiv(n, 2048))](
+            gate.raw, up.raw, gate.scale, up.scale, scale, out, gate.raw.stride(-2), N=n,
+            BLOCK=2048, KIND=kind, QUANTIZED=scale is not None, num_warps=8, **self._pdl,
+        )  # fmt: skip
+        return out
+
     def activate(self, value: Activated, consumer: Matrix | None) -> Tensor:
         product = value.product
+        if isinstance(product, Part) and isinstance(value.up, Part):
+            scale = None if consumer is None else consumer.input_scale
+            return self._gate(product, value.up, value.kind, scale)
+        if not isinstance(product, Product) or value.up is not None:
+            return super().activate(value, consumer)
         n = product.matrix.weight.shape[0]
         scale = None if consumer is None else consumer.input_scale
-        out = product.operand.new_empty(
-            *product.operand.shape[:-1], n, dtype=self.weights.body if scale is None else E4M3
-        )
+        codes = self.weights.body
+        if consumer is not None and scale is not None:
+            codes = _codes(consumer, _rows(product))
+        out = product.operand.new_empty(*product.operand.shape[:-1], n, dtype=codes)
         tile = _tile(product.matrix, _rows(product), activated=True)
         if tile is not None and scale is not None:
             self._multiply(product, tile, value.kind, scale, out)
             return out
         x = self.multiply(product)
         _activation[(triton.cdiv(x.numel(), 1024),)](
-            x, scale, out, x.numel(), BLOCK=1024, QUICK=value.kind == "quick_gelu",
+            x, scale, out, x.numel(), BLOCK=1024, KIND=value.kind,
             QUANTIZED=scale is not None, num_warps=4,
         )  # fmt: skip
         return out
@@ -424,7 +606,7 @@ class FusedOps(Fp8Ops):
             N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.split,
             STAGES=tile.stages, EPILOGUE=epilogue,
             LINES=triton.next_power_of_2(k // tile.split // LINE),
-            num_warps=4, num_stages=tile.stages, **self._pdl,
+            EXACT=matrix.is_exact(m), num_warps=tile.warps, num_stages=tile.stages, **self._pdl,
         )  # fmt: skip
 
     def _output(
@@ -449,6 +631,6 @@ def check(device: torch.device) -> None:
     """Run the smallest kernel; raises whatever a broken Triton or its missing C compiler raises."""
     x = torch.ones(16, dtype=torch.float16, device=device)
     out = torch.empty_like(x)
-    _activation[(1,)](x, None, out, 16, BLOCK=16, QUICK=True, QUANTIZED=False, num_warps=1)
+    _activation[(1,)](x, None, out, 16, BLOCK=16, KIND="quick_gelu", QUANTIZED=False, num_warps=1)
     if not torch.allclose(out, x * torch.sigmoid(1.702 * x), atol=1e-3):
         raise RuntimeError(f"a Triton kernel computed quick_gelu(1) = {out[0].item()}")

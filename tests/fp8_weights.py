@@ -12,7 +12,7 @@ from octavo import prompts
 from octavo.backends.fp8_ops import Fp8Weights
 from octavo.backends.torch_ops import ReferenceEncoder, embed_tokens
 from octavo.checkpoints.quantized import quantized_tensors
-from octavo.encoders.clip import ClipSpec
+from octavo.encoders import ClipSpec, T5Spec
 from octavo.recipes import load_recipe
 from octavo.seeded import TINY, seeded_tensors
 from torch import Tensor, nn
@@ -75,3 +75,35 @@ def fp8_weights(
 @cache
 def tiny_weights(recipe: str = "fp8", spec: ClipSpec = TINY) -> Fp8Weights:
     return fp8_weights(spec, tiny(spec), recipe)
+
+
+def t5_embeds(spec: T5Spec, tensors: Mapping[str, Tensor], batch: int, tokens: int) -> Tensor:
+    """Of random tokens, [B, S, C] in FP32; T5's embeddings are as large as its weights say."""
+    random = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(2, spec.vocabulary, (batch, tokens), generator=random)
+    return tensors[spec.token_table][ids].float()
+
+
+def t5_checkpoint_tensors(
+    spec: T5Spec, tensors: Mapping[str, Tensor], recipe: str = "fp8"
+) -> dict[str, Tensor]:
+    """The tensors of the checkpoint that `recipe` makes of a T5, ranges from random tokens."""
+    structure = load_recipe(recipe).structure(spec.linears())
+    reference, found = ReferenceEncoder(spec, tensors.__getitem__), {}
+
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[name] = torch.maximum(inputs[0].abs().amax(), found.get(name, torch.zeros(())))
+
+    for name, module in reference.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(partial(note, name))
+    with torch.no_grad():
+        for tokens in (1, 16, 60, 200):
+            reference(t5_embeds(spec, tensors, 4, tokens))
+    return quantized_tensors(spec, tensors.__getitem__, structure, found)
+
+
+def t5_weights(spec: T5Spec, tensors: Mapping[str, Tensor], recipe: str = "fp8") -> Fp8Weights:
+    """T5's body is BF16 under every recipe."""
+    made = t5_checkpoint_tensors(spec, tensors, recipe)
+    return Fp8Weights.from_tensors(spec, made, torch.bfloat16)

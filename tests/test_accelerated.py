@@ -191,8 +191,8 @@ def test_the_environment_forces_the_host(make, host, monkeypatch) -> None:
 def test_demotion_through_recipes_with_reasons(make, monkeypatch) -> None:
     real = module._check_engine
 
-    def poor(engine: Any, *arguments: Any) -> Any:
-        found = real(engine, *arguments)
+    def poor(engine: Any, *arguments: Any, **options: Any) -> Any:
+        found = real(engine, *arguments, **options)
         fp8 = any(w.weight.dtype == torch.float8_e4m3fn for w in engine.test_linears)
         return module.replace(found, token_mean=0.5) if fp8 else found
 

@@ -26,6 +26,7 @@ from octavo.backends.fp8_ops import (
 from octavo.backends.torch_ops import causal_attention
 from octavo.checkpoints.quantized import scale_from_amax, to_fp8
 from octavo.encoders import Ops, encode
+from octavo.encoders.clip import POSITIONS
 from octavo.errors import OctavoBug, QuantizationError
 from octavo.seeded import TINY
 from torch import Tensor
@@ -124,7 +125,12 @@ class TestWeights:
         }
         bf16 = tiny_weights("bf16")
         assert {type(v) for v in bf16.linears.values()} == {HalfLinear}
-        assert bf16.body == torch.bfloat16 == bf16.positions.dtype == bf16.linears[OUT].bias.dtype
+        assert (
+            bf16.body
+            == torch.bfloat16
+            == bf16.tables[POSITIONS].dtype
+            == bf16.linears[OUT].bias.dtype
+        )
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
@@ -217,7 +223,7 @@ class Straightforward(Ops[Tensor]):
         return a + b
 
     def add_positions(self, x: Tensor, name: str) -> Tensor:
-        return x + self.weights.positions[: x.shape[1]]
+        return x + self.weights.tables[POSITIONS][: x.shape[1]]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         linear = self.weights.linears[name]
@@ -304,7 +310,7 @@ class TestArithmetic:
             assert_close([ops.tensor(mine)], [other])
 
     def test_states_go_to_their_places(self) -> None:
-        from octavo.encoders.clip import FINAL_NORM, POSITIONS
+        from octavo.encoders.clip import FINAL_NORM
 
         weights = DeviceWeights(tiny_weights(), CPU)
         embeds = random_embeds(TINY, 2).half()
