@@ -16,13 +16,12 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
     T5TokenizerFast,
 )
 
@@ -127,18 +126,25 @@ def clip_text(
     return kind(config).eval()
 
 
-def t5_text(width: int = 32) -> Any:
-    config = T5Config(
-        vocab_size=256,
+def t5_text(
+    width: int = 32,
+    kind: str = "T5",
+    feed_forward: str = "gated-gelu",
+    vocabulary: int = 256,
+    layers: int = 2,
+) -> Any:
+    """A T5 encoder. `kind` "UMT5" has a relative bias in every block; "MT5" is T5 v1.1."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=vocabulary,
         d_model=width,
         d_kv=8,
         d_ff=4 * width,
-        num_layers=2,
+        num_layers=layers,
         num_heads=4,
-        feed_forward_proj="gated-gelu",
+        feed_forward_proj=feed_forward,
         tie_word_embeddings=False,
     )
-    return T5EncoderModel(config).eval()
+    return getattr(transformers, f"{kind}EncoderModel")(config).eval()
 
 
 def _vae(latent: int = 4, shift: float | None = None) -> Any:
@@ -268,8 +274,9 @@ def sd3() -> Any:
     )
 
 
-def flux() -> Any:
+def flux(text_encoder: Any = None, text_encoder_2: Any = None) -> Any:
     torch.manual_seed(0)
+    one, two = text_encoder or clip_text(32), text_encoder_2 or t5_text(32)
     transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=16,
@@ -277,8 +284,8 @@ def flux() -> Any:
         num_single_layers=1,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
+        joint_attention_dim=two.config.d_model,
+        pooled_projection_dim=one.config.hidden_size,
         axes_dims_rope=[4, 4, 8],
         guidance_embeds=True,
     )
@@ -286,8 +293,8 @@ def flux() -> Any:
         transformer=transformer,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=_vae(4, 0.12),
-        text_encoder=clip_text(32),
-        text_encoder_2=t5_text(32),
+        text_encoder=one,
+        text_encoder_2=two,
         tokenizer=clip_tokenizer(),
         tokenizer_2=t5_tokenizer(),
     )

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Octavo authors
 # SPDX-License-Identifier: Apache-2.0
-"""Serve the CLIP text encoders of a diffusers pipeline, or one transformers model, on engines.
+"""Serve the text encoders of a diffusers pipeline, or one transformers model, on engines.
 
 The seam is the instance's `forward`, in the slot that offload hooks call last; module tree, state
 dict, config and hooks stay as they are. An engine answers the calls it was built for, under the
@@ -28,23 +28,18 @@ from torch import Tensor, nn
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
 from ..choose import REQUESTS, Packages
-from ..compile import Report, silent
+from ..compile import Report, longest, silent
 from ..device import Device
-from ..encoders.clip import PROJECTION, TOKENS
+from ..encoders import ClipSpec, T5Spec
+from ..encoders.clip import PROJECTION
 from ..engine_cache import EngineCache
 from ..errors import OctavoBug, OctavoError
 from ..recipes import Floor, load_recipe
-from .clip_tower import (
-    VOCABULARY,
-    Tower,
-    core_of,
-    forward_slot,
-    has_own_forward,
-    is_managed,
-    park,
-    tower_of,
-    unpark,
-)
+from .encoder_call import Call, parse
+from .families import family_of, tower_of
+from .hooks import comes_and_goes, forward_slot, has_own_forward, is_managed
+from .parking import park, unpark
+from .tower import Tower
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +68,8 @@ def accelerate(
 ) -> T:
     """Serve the text encoders of `pipe` on engines, in place; returns `pipe`.
 
-    `pipe`: a diffusers pipeline, or one CLIPTextModel or CLIPTextModelWithProjection.
+    `pipe`: a diffusers pipeline, or one CLIPTextModel, CLIPTextModelWithProjection,
+    T5EncoderModel, MT5EncoderModel or UMT5EncoderModel.
     `components`: names such as "text_encoder_2"; by default all that can be served, while others
     keep PyTorch with one log line each. `calibration_prompts` widen the input ranges found with
     Octavo's own prompts. The other options are those of `AcceleratedEncoder`. The first prompt
@@ -212,10 +208,16 @@ def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str] | No
         raise OctavoError(
             f"calibration_prompts need a tokenizer and {name} has none; give the whole pipeline."
         )
-    length = core_of(_inner(module)).embeddings.position_embedding.weight.shape[0]
-    rows = tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)
-    # Tokens of textual inversion may be gone tomorrow: the end token stands for them.
-    return tuple(tuple(min(int(i), VOCABULARY - 1) for i in row) for row in rows.input_ids)
+    tower = tower_of(_inner(module))
+    if isinstance(tower, str):
+        raise OctavoError(f"calibration_prompts cannot be used now: {tower}.")
+    spec = tower.spec
+    # CLIP's rows are always filled up, T5's as far as the longest of them
+    fill = "max_length" if isinstance(spec, ClipSpec) else "longest"
+    rows = tokenizer(list(prompts), padding=fill, truncation=True, max_length=longest(spec))
+    # Tokens of textual inversion may be gone tomorrow: the last token stands for them, which is
+    # CLIP's end token.
+    return tuple(tuple(min(int(i), spec.vocabulary - 1) for i in row) for row in rows.input_ids)
 
 
 # Attaching
@@ -305,52 +307,15 @@ def _detach(module: nn.Module, served: _Served) -> None:
     served.finalizer.detach()
     served.close()
     del _registry[module]
-    unpark(module)
+    _unpark(module)
+
+
+def _unpark(module: Any) -> None:
+    family = family_of(module)
+    unpark(module, family.parkable(module), family.table(module).weight.device)
 
 
 # Serving
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call that an engine can answer: `ids` [B, S], `mask` [B, S] bool or None."""
-
-    ids: Tensor
-    mask: Tensor | None
-    hidden: bool
-    as_tuple: bool
-
-
-def _parse(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | str:
-    """The call, or why PyTorch must answer it."""
-    given = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False))
-    if len(args) > 3 or given.keys() & kwargs.keys():
-        return "the call has unusual arguments"
-    given |= kwargs
-    ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-    hidden, as_dict = given.pop("output_hidden_states", None), given.pop("return_dict", None)
-    if given.pop("position_ids", None) is not None or given.pop("output_attentions", None):
-        return "the call asks for attentions or brings positions"
-    if given:
-        return f"the call has the argument '{next(iter(given))}'"
-    if type(ids) is not Tensor or ids.dim() != 2 or ids.is_floating_point():
-        return "the call has no plain [batch, tokens] ids"
-    if not isinstance(hidden, bool | None) or not isinstance(as_dict, bool | None):
-        return "the call selects single hidden states"
-    if (
-        getattr(config, "output_attentions", False)
-        or (hidden is None and getattr(config, "output_hidden_states", False))
-        or not getattr(config, "return_dict", True)
-        or getattr(config, "torchscript", False)
-    ):
-        return "the model's config changes what it returns"
-    if mask is not None:
-        if type(mask) is not Tensor or mask.shape != ids.shape or mask.is_floating_point():
-            return "the attention mask is not [batch, tokens] of integers"
-        if bool(((mask != 0) & (mask != 1)).any()):  # transformers' versions differ there
-            return "the attention mask has other values than 0 and 1"
-        mask = None if bool(mask.all()) else mask.bool()
-    return _Call(ids, mask, bool(hidden), as_dict is False)
 
 
 class _Host:
@@ -364,7 +329,7 @@ class _Host:
         self.was_asked = False  # ... and an engine is to be made anew
 
     def read(self, name: str) -> Tensor:
-        if self.changed and name not in (TOKENS, PROJECTION):
+        if self.changed and name not in (self.spec.token_table, PROJECTION):
             self.was_asked = True
             raise OctavoError(f"{self.name}: its weights have changed since they were read first.")
         return self.tower.read(name)
@@ -374,6 +339,8 @@ class _Host:
 
     def suits(self, tower: Tower, device: torch.device) -> bool:
         """Whether an engine made for this host is one for `tower` on `device`."""
+        if tower is self.tower:
+            return device == self.device
         now, then = ((t.spec, t.projection_shape, t.dtype) for t in (tower, self.tower))
         return now == then and device == self.device
 
@@ -398,8 +365,11 @@ class _Served:
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
         with self._lock:
-            # Never in inference mode: what is made now must stay writable outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            if grad or torch.is_inference_mode_enabled():
+                # Never in inference mode: what is made now must stay writable outside of it.
+                with torch.inference_mode(False), torch.no_grad():
+                    answer = self._answer(model, args, kwargs, grad)
+            else:
                 answer = self._answer(model, args, kwargs, grad)
             if not isinstance(answer, str):
                 self.count += 1
@@ -416,19 +386,18 @@ class _Served:
 
     def _answer(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
         """An engine's answer as the model's class gives it, or why PyTorch must; "" is reported."""
-        call = _parse(model.config, args, kwargs)
         tower = self._current(model)
-        if isinstance(call, str) or isinstance(tower, str):
-            return call if isinstance(call, str) else tower
-        if model.training:
-            return "the model is in training mode"
-        if grad and tower.is_trained():
-            return "gradients are on; call it under torch.no_grad()"
-        if (reason := tower.adapter_refusal()) is not None:
+        if isinstance(tower, str):
+            return tower
+        family = tower.family
+        call = parse(family, family.configs(model), args, kwargs)
+        if isinstance(call, str):
+            return call
+        if (reason := _refused(model, tower, call, grad)) is not None:
             return reason
         if tower.adapters:
-            unpark(model)  # PEFT fuses where the weights are
-        embeds = core_of(model).embeddings.token_embedding(call.ids)  # [B, S, C]
+            _unpark(model)  # PEFT fuses where the weights are
+        embeds = family.table(model)(call.ids)  # [B, S, C]
         device = embeds.device
         if embeds.dtype != tower.dtype or torch.is_autocast_enabled(device.type):
             return "autocast is on, or the token embeddings are of another dtype"
@@ -440,8 +409,12 @@ class _Served:
             and tower.lies_apart()
             and not (tower.adapters or self._in_pytorch or is_managed(model))
         ):
-            park(model, device)
-        return _output(model, tower, call, *states, dtype=embeds.dtype)
+            park(family.parkable(model), device)
+        output = family.output(model, call, *states, embeds.dtype)
+        if isinstance(tower.spec, T5Spec) and self._encoder is not None and comes_and_goes(model):
+            # The user needs the room: a T5-XXL holds 4.7 GB, and comes back within a second.
+            self._encoder.rest()
+        return output
 
     def _current(self, model: Any) -> Tower | str:
         if self._tower is None or not self._tower.is_current():
@@ -524,28 +497,14 @@ class _Served:
                 encoder.close()
 
 
-def _output(
-    model: Any, tower: Tower, call: _Call, hidden: Hidden, last: Tensor, *, dtype: torch.dtype
-) -> Any:
-    """What the model's class returns, in its own dtype."""
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-    from transformers.models.clip.modeling_clip import CLIPTextModelOutput
-
-    last = last.to(dtype)
-    # As transformers pools: configs with end token 2 are older than its fix, which means argmax.
-    ids = call.ids.to(torch.int)
-    ends = (ids if tower.eos_token == 2 else (ids == tower.eos_token).int()).argmax(dim=-1)  # [B]
-    if len(ids) > 1:
-        ends = ends + torch.arange(0, ids.numel(), ids.shape[1], device=ends.device)
-    pooled = last.flatten(0, 1).index_select(0, ends)  # [B, C]
-    states = tuple(h.to(dtype) for h in hidden) if call.hidden else None
-    output: Any
-    if tower.projection_shape is None:
-        output = BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=pooled, hidden_states=states
-        )
-    else:
-        output = CLIPTextModelOutput(
-            text_embeds=model.text_projection(pooled), last_hidden_state=last, hidden_states=states
-        )
-    return output.to_tuple() if call.as_tuple else output
+def _refused(model: Any, tower: Tower, call: Call, grad: bool) -> str | None:
+    """Why PyTorch must answer `call`, or None."""
+    if model.training or tower.is_training():
+        return "the model is in training mode"
+    if grad and tower.is_trained():
+        return "gradients are on; call it under torch.no_grad()"
+    if call.hidden and not tower.family.keeps_hidden:
+        return "the call asks for hidden states, and its engines give only the last one"
+    if call.blank and tower.dtype == torch.float16:  # there transformers' versions differ
+        return "the attention mask leaves nothing of a row, and the model is in fp16"
+    return tower.adapter_refusal()

@@ -12,6 +12,7 @@ import torch
 from octavo.choose import Packages
 from octavo.device import Device
 from octavo.hosts import diffusers as host
+from octavo.hosts.families import FAMILIES, family_of
 from octavo.trt import Missing
 from torch import Tensor, nn
 
@@ -23,6 +24,16 @@ def served(module: nn.Module) -> int:
     """How many requests an engine has answered."""
     found = host._served(module)
     return 0 if found is None else found.count
+
+
+def core_of(module: Any) -> Any:
+    """The stack of layers inside a text model."""
+    return family_of(module).core(module)
+
+
+def parkable(module: nn.Module) -> list[nn.Module]:
+    """What waits in host memory while an engine serves."""
+    return family_of(module).parkable(module)
 
 
 @contextmanager
@@ -39,9 +50,9 @@ def plain(*modules: nn.Module | None) -> Iterator[None]:
 
 
 def encoders(pipe: Any) -> list[nn.Module]:
-    """The CLIP text encoders of a pipeline."""
+    """The text encoders of a pipeline that engines exist for."""
     parts = [getattr(pipe, f"text_encoder{n}", None) for n in ("", "_2", "_3")]
-    return [p for p in parts if p is not None and type(p).__name__.startswith("CLIP")]
+    return [p for p in parts if p is not None and any(f.known(p) for f in FAMILIES)]
 
 
 def embeddings(pipe: Any, prompt: Any = "a photo of a cat", **options: Any) -> list[Tensor]:

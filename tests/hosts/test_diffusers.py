@@ -16,9 +16,11 @@ import octavo
 import pytest
 import tiny_pipelines as tiny
 import torch
+import transformers
 from asked import (
     assert_close,
     assert_same,
+    core_of,
     embeddings,
     encoders,
     expected_embeddings,
@@ -29,13 +31,11 @@ from octavo import prompts
 from octavo.accelerated import AcceleratedEncoder
 from octavo.device import Device
 from octavo.errors import EngineUnavailable, OctavoError
-from octavo.hosts import clip_tower
 from octavo.hosts import diffusers as host
 from octavo.recipes import Floor
 from torch import Tensor, nn
 
 Accelerate = Callable[..., Any]
-T5 = "T5EncoderModel is no text encoder that Octavo has engines for"
 LONG = "a very long prompt about a cat that sits on a mat and looks at the moon " * 4
 
 
@@ -73,10 +73,7 @@ def test_pipeline(name: str, accelerate: Accelerate) -> None:
     assert all(served(m) > n for m, n in zip(encoders(pipe), reached, strict=True))
 
     reports = octavo.report(pipe)
-    for part, found in reports.items():
-        clip = type(getattr(pipe, part)).__name__.startswith("CLIP")
-        assert found.engine == ("torch_fp8" if clip else "host")
-        assert (T5 in found.text()) is not clip
+    assert {found.engine for found in reports.values()} == {"torch_fp8"}
     assert set(reports) == {n for n in pipe.components if "text_encoder" in n and getattr(pipe, n)}
 
     assert octavo.restore(pipe) is pipe
@@ -149,6 +146,26 @@ def test_two_components_of_three(accelerate: Accelerate) -> None:
     assert "not accelerated" in octavo.report(pipe)["text_encoder"].text()
 
 
+def test_unknown_encoders_keep_pytorch(
+    accelerate: Accelerate, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = tiny.sd3()
+    pipe.text_encoder_3 = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    accelerate(pipe)
+    reason = "BertModel is no text encoder that Octavo has engines for"
+    assert f"text_encoder_3: PyTorch keeps serving it: {reason}" in caplog.text
+    found = octavo.report(pipe)
+    assert (found["text_encoder_3"].engine, found["text_encoder_3"].family) == ("host", "BertModel")
+    assert reason in found["text_encoder_3"].text()
+    assert "the first prompt chooses" in found["text_encoder_2"].text()
+    with pytest.raises(OctavoError, match=f"text_encoder_3 cannot be accelerated: {reason}"):
+        accelerate(pipe, components=["text_encoder_3"])
+
+
 # One model
 
 
@@ -186,7 +203,7 @@ def test_outputs(
         assert_close(expected.to_tuple(), got.to_tuple())
         if kwargs.get("output_hidden_states"):
             assert len(got.hidden_states) == 4
-            normed = call(clip_tower.core_of(module).final_layer_norm, got.hidden_states[-1])
+            normed = call(core_of(module).final_layer_norm, got.hidden_states[-1])
             assert_close(got.last_hidden_state, normed, 0.999, 0.99)
 
 
@@ -316,7 +333,7 @@ def test_errors_are_the_models_own(arguments: dict[str, Any], accelerate: Accele
 
 
 def layer(module: nn.Module) -> Any:
-    return clip_tower.core_of(module).encoder.layers[1]
+    return core_of(module).encoder.layers[1]
 
 
 def patch_forward(module: nn.Module) -> None:
@@ -491,8 +508,6 @@ def test_unknown_options(accelerate: Accelerate) -> None:
         accelerate(pipe, recipe="int4")
     with pytest.raises(OctavoError, match="engine 'openvino' does not exist"):
         accelerate(pipe, engine="openvino")
-    with pytest.raises(OctavoError, match="T5EncoderModel is no text encoder"):
-        accelerate(tiny.flux(), components="text_encoder_2")
     with pytest.raises(OctavoError, match="give the whole pipeline"):
         accelerate(tiny.clip_text(), calibration_prompts=["a cat"])
     assert not host._registry.get(pipe.text_encoder)

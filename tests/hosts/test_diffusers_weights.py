@@ -22,16 +22,20 @@ import torch
 from asked import (
     assert_close,
     assert_same,
+    core_of,
     differs,
     embeddings,
     encoders,
     expected_embeddings,
+    parkable,
     plain,
     served,
 )
 from octavo.backends.torch_fp8 import TorchFp8Engine
-from octavo.hosts import clip_tower
 from octavo.hosts import diffusers as host
+from octavo.hosts import parking
+from octavo.hosts.families import tower_of
+from octavo.hosts.tower import Tower
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
@@ -72,7 +76,7 @@ def lora(pipe: Any, seed: int, *, kohya: bool = False, alpha: float = 4.0) -> di
     random = torch.Generator().manual_seed(seed)
     file: dict[str, Tensor] = {}
     for n, module in enumerate(encoders(pipe)):
-        core = clip_tower.core_of(module)
+        core = core_of(module)
         for i in range(len(core.encoder.layers)):
             for leaf in LINEARS:
                 out, inner = core.get_submodule(f"encoder.layers.{i}.{leaf}").weight.shape
@@ -204,8 +208,8 @@ def test_effective_weights_are_peft_merges(accelerate: Accelerate) -> None:
     pipe.load_lora_weights(lora(pipe, 1, kohya=True, alpha=1.0), adapter_name="a")
     pipe.load_lora_weights(lora(pipe, 2), adapter_name="b")
     pipe.set_adapters(["a", "b"], [0.7, -0.4])
-    tower = clip_tower.tower_of(pipe.text_encoder)
-    assert isinstance(tower, clip_tower.Tower) and len(tower.adapters) == 3 * len(LINEARS)
+    tower = tower_of(pipe.text_encoder)
+    assert isinstance(tower, Tower) and len(tower.adapters) == 3 * len(LINEARS)
     got = {name: tower.effective(f"{name}.weight").clone() for name in tower.adapters}
     for name, adapter in tower.adapters.items():
         adapter.merge(safe_merge=True)
@@ -276,31 +280,31 @@ def test_many_loras(accelerate: Accelerate) -> None:
 
 def scaled(module: Any) -> None:
     with torch.no_grad():
-        clip_tower.core_of(module).encoder.layers[0].mlp.fc1.weight.mul_(1.5)
+        core_of(module).encoder.layers[0].mlp.fc1.weight.mul_(1.5)
 
 
 def one_row(module: Any) -> None:
     with torch.no_grad():
-        clip_tower.core_of(module).encoder.layers[0].mlp.fc1.weight[7] += 1
+        core_of(module).encoder.layers[0].mlp.fc1.weight[7] += 1
 
 
 def data_copy(module: Any) -> None:
-    weight = clip_tower.core_of(module).encoder.layers[1].self_attn.v_proj.weight
+    weight = core_of(module).encoder.layers[1].self_attn.v_proj.weight
     weight.data.copy_(weight.data * -1)
 
 
 def data_replaced(module: Any) -> None:
-    bias = clip_tower.core_of(module).encoder.layers[1].mlp.fc2.bias
+    bias = core_of(module).encoder.layers[1].mlp.fc2.bias
     bias.data = bias.data + 1
 
 
 def new_parameter(module: Any) -> None:
-    norm = clip_tower.core_of(module).final_layer_norm
+    norm = core_of(module).final_layer_norm
     norm.weight = nn.Parameter(norm.weight.detach() * 2)
 
 
 def positions(module: Any) -> None:
-    clip_tower.core_of(module).embeddings.position_embedding.weight.data.mul_(3)
+    core_of(module).embeddings.position_embedding.weight.data.mul_(3)
 
 
 def state_dict(module: Any) -> None:
@@ -337,7 +341,7 @@ def test_layers_taken_away(accelerate: Accelerate) -> None:
     """The old way to skip layers: another architecture, so another engine."""
     module = accelerate(tiny.clip_text(32))
     assert len(states(module)) == 5
-    core = clip_tower.core_of(module)
+    core = core_of(module)
     core.encoder.layers = core.encoder.layers[:-1]
     got = states(module)
     assert len(got) == 4
@@ -526,22 +530,22 @@ def test_parked_layers_come_home() -> None:
     module = tiny.clip_text(32)
     before = states(module)
     weights = {n: t.clone() for n, t in module.state_dict().items()}
-    parts = clip_tower._parkable(module)
+    parts = parkable(module)
     assert len(parts) == 5
-    clip_tower.park(module, torch.device("cpu"))
-    assert all(map(clip_tower._is_parked, parts))
+    parking.park(parkable(module), torch.device("cpu"))
+    assert all(map(parking.is_parked, parts))
     twin = copy.deepcopy(module)
     again = pickle.loads(pickle.dumps(module))
-    assert isinstance(clip_tower.tower_of(module), clip_tower.Tower)
+    assert isinstance(tower_of(module), Tower)
     for one in (module, twin, again):
-        parked = clip_tower._parkable(one)
-        assert all(map(clip_tower._is_parked, parked))
+        parked = parkable(one)
+        assert all(map(parking.is_parked, parked))
         assert_same(before, states(one))
-        assert not any(map(clip_tower._is_parked, parked))
+        assert not any(map(parking.is_parked, parked))
         assert not any(part._forward_pre_hooks_with_kwargs for part in parked)
-    clip_tower.park(module, torch.device("cpu"))
-    clip_tower.park(module, torch.device("cpu"))
-    clip_tower.unpark(module)
+    parking.park(parkable(module), torch.device("cpu"))
+    parking.park(parkable(module), torch.device("cpu"))
+    parking.unpark(module, parkable(module), torch.device("cpu"))
     assert not any(part._forward_pre_hooks for part in parts)
     assert all(torch.equal(weights[n], t) for n, t in module.state_dict().items())
 
@@ -552,10 +556,10 @@ def test_parked_layers_then_offloaded(kind: str, accelerate: Accelerate) -> None
     pipe = tiny.sd15()
     before = embeddings(pipe)
     accelerate(pipe)
-    clip_tower.park(pipe.text_encoder, torch.device("cpu"))
+    parking.park(parkable(pipe.text_encoder), torch.device("cpu"))
     OFFLOADS[kind](pipe)
     assert_same(before, expected_embeddings(pipe))
-    assert not any(map(clip_tower._is_parked, clip_tower._parkable(pipe.text_encoder)))
+    assert not any(map(parking.is_parked, parkable(pipe.text_encoder)))
     assert_close(before, embeddings(pipe))
     assert served(pipe.text_encoder) == 2
 
