@@ -6,7 +6,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-WEB_DIRECTORY = "./web"  # help pages for ComfyUI; it is read where the folder is a node pack
+WEB_DIRECTORY = "./web"  # help pages and a script for ComfyUI, read where this is a node pack
 
 
 async def comfy_entrypoint():  # type: ignore[no-untyped-def]

@@ -3,18 +3,19 @@
 """Serve a ComfyUI CLIP on FP8 engines, through its patcher and nothing else.
 
 The seam is `patcher.set_injections`: while a patcher that carries ours is loaded, the `forward` of
-each accelerated `X.transformer` is replaced on the instance. The module tree and the state dict
-stay as they are, so LoRA, merging and saving see what they always saw. The original forward answers
-every call that is not exactly the known one, and everything that changes a module other than
-through its weights: hooks, bypass LoRA, foreign patches. LoRA and merges come as `patcher.patches`:
-the engine then gets those weights. Read at ComfyUI 0.33; only the comfy_* modules import it.
+each accelerated `X.transformer` is replaced on the instance, and that of the part which runs its
+blocks (a CLIP's `text_model`, a T5's `encoder`) by one that does the same after a look at its
+patches (Guard). The module tree and the state dict stay as they are, so LoRA, merging and saving
+see what they always saw. The original forward answers every call that is not exactly the known one,
+and everything that changes a module other than through its weights: hooks, bypass LoRA, foreign
+patches. LoRA and merges come as `patcher.patches`: the engine then gets those weights. Read at
+ComfyUI 0.33; only the comfy_* modules import it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import uuid
@@ -35,28 +36,40 @@ from ..accelerated import AcceleratedEncoder, EncoderReport, Patched
 from ..choose import Packages
 from ..compile import Progress, Report
 from ..device import Device
+from ..encoders import EncoderSpec, T5Spec
 from ..engine_cache import EngineCache
 from ..errors import Cancelled, OctavoError
 from ..recipes import Floor, load_recipe
-from .comfy_call import answer, parse
-from .comfy_memory import Companion, Models, is_prepared, load_embeddings_only
+from . import comfy_memory
+from .comfy_call import Call, T5Call, answer, answer_t5, parse, parse_t5
+from .comfy_memory import (
+    Companion,
+    Models,
+    is_prepared,
+    load_embeddings_only,
+    load_for_pytorch,
+    loaded_patcher,
+)
 from .comfy_source import (
     PatchedWeights,
     Source,
     digest_of,
-    half_bytes,
     relevant_patches,
-    spec_of,
     sub_encoders,
     uses_projection,
 )
+from .comfy_specs import inner_of, inside, spec_of
+from .comfy_texts import send_text
 
 log = logging.getLogger(__name__)
 
 KEY = "octavo"  # of our injections, our callback and our companion model
 
+OTHER_CLONE = "another clone of this CLIP is loaded"
 TEXT_INTERVAL_S = 0.2  # between two status texts of one phase
 KEPT_DIGESTS = 32
+# Dtypes under which T5.forward takes its embeddings as they are (comfy/text_encoders/t5.py).
+_SAFE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def facts(device: torch.device) -> tuple[Device | None, Packages | None]:
@@ -77,10 +90,10 @@ class Settings:
     def recipe(self) -> str:
         return "fp8" if self.precision == "auto" else self.precision
 
-    def floors(self) -> Floor | None:
+    def floors(self, spec: EncoderSpec) -> Floor | None:
         if self.floor <= 0:
             return None
-        recipe = load_recipe(self.recipe).floor
+        recipe = load_recipe(self.recipe).of(spec).floor
         return Floor(self.floor, min(self.floor, recipe.token_min), self.floor)
 
 
@@ -97,8 +110,9 @@ class Served:
         self.parts = [weakref.ref(m) for m in transformer.modules() if m is not transformer]
         self.why_host = ""  # why the last call was answered by PyTorch; "" if an engine did
         self.broken = ""  # a fault that keeps PyTorch in service
+        self.pytorch_bytes = source.pytorch_bytes()
         self.prepared = False
-        self._digests: OrderedDict[uuid.UUID, str | None] = OrderedDict()
+        self._patches: OrderedDict[uuid.UUID, tuple[str, frozenset[str]] | None] = OrderedDict()
 
     @property
     def name(self) -> str:
@@ -117,13 +131,17 @@ class Served:
         if not patcher.patches:
             return None
         key = patcher.patches_uuid  # another one after every change of the patches
-        if key not in self._digests:
+        if key not in self._patches:
             relevant = relevant_patches(self.source, patcher)
-            self._digests[key] = digest_of(relevant) if relevant else None
-            while len(self._digests) > KEPT_DIGESTS:
-                self._digests.popitem(last=False)
-        identity = self._digests[key]
-        return None if identity is None else Patched(identity, PatchedWeights(self.source, patcher))
+            known = (digest_of(relevant), frozenset(relevant)) if relevant else None
+            self._patches[key] = known
+            while len(self._patches) > KEPT_DIGESTS:
+                self._patches.popitem(last=False)
+        if (found := self._patches[key]) is None:
+            return None
+        # What is FP8 already and has no patch keeps its codes; the rest is quantized.
+        changed = found[1] if self.source.is_fp8 else None
+        return Patched(found[0], PatchedWeights(self.source, patcher), changed)
 
 
 # The seam
@@ -151,6 +169,25 @@ class Seam:
         return result
 
 
+class Guard:
+    """Stands in for `inner_of`'s forward: whoever runs PyTorch there finds its patches in place.
+
+    A switch of LoRA under an engine leaves the weights that only PyTorch reads as they were, which
+    saves a third of the time; they follow when they are asked for.
+    """
+
+    def __init__(self, inner: nn.Module, model: nn.Module) -> None:
+        self._inner, self._model = weakref.ref(inner), weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner, model = self._inner(), self._model()
+        assert inner is not None and model is not None
+        loaded = loaded_patcher(model)
+        if loaded is not None:
+            load_for_pytorch(loaded)
+        return type(inner).forward(inner, *args, **kwargs)
+
+
 def _foreign(transformer: nn.Module, patcher: Any, served: Served) -> str:
     """What changes this encoder other than through `patcher.patches`; "" if nothing does."""
     if patcher.current_hooks is not None or patcher.forced_hooks is not None or patcher.hook_backup:
@@ -175,21 +212,10 @@ def _is_changed(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks:
         return True
     forward = module.__dict__.get("forward")
+    if isinstance(forward, Guard):
+        return False
     # A bypass LoRA that has left puts the class's own method back, onto the instance.
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
-
-
-def _is_loaded(patcher: Any) -> bool:
-    """Whether `patcher` is the one of its clones whose state its module has now.
-
-    A clone takes its original's `is_injected` along and may inject at the wrong time (a LoRA node
-    running again while another branch is loaded); ComfyUI's own list knows better.
-    """
-    for loaded in management.current_loaded_models:
-        other = loaded.model
-        if other is not None and other.model is patcher.model:
-            return other is patcher
-    return False
 
 
 # One CLIP
@@ -205,6 +231,7 @@ class Service:
         self.speed_up: float | None = None  # as 'FP8 Report' measured it
         self._vram_bytes: int | None = None
         self._shapes: set[Any] = set()  # requests that were served since the memory was counted
+        self._reaching: OrderedDict[uuid.UUID, bool] = OrderedDict()  # see leaves_host_alone
         self.served: dict[str, Served] = {}
         self.unknown: dict[str, str] = {}  # sub-encoder -> what it is
         device, packages = facts(self.device)
@@ -228,7 +255,7 @@ class Service:
                 source,
                 recipe=settings.recipe,
                 engine=settings.engine,
-                floor=settings.floors(),
+                floor=settings.floors(spec),
                 cache=cache(),
                 background=settings.background,
                 report=self.progress(),
@@ -244,11 +271,16 @@ class Service:
         self, served: Served, transformer: Any, patcher: Any, args: Any, kwargs: Any
     ) -> Any | None:
         """What `transformer.forward` would return, or None where the original must say it."""
-        call = parse(args, kwargs, served.source.spec)
+        spec = served.source.spec
+        call: Call | T5Call | None
+        if isinstance(spec, T5Spec):
+            call = parse_t5(args, kwargs, spec)
+        else:
+            call = parse(args, kwargs, spec)
         served.why_host = (
             served.broken
             or ("the call is not one that Octavo knows" if call is None else "")
-            or ("" if _is_loaded(patcher) else "another clone of this CLIP is loaded")
+            or ("" if loaded_patcher(patcher.model) is patcher else OTHER_CLONE)
             or _foreign(transformer, patcher, served)
         )
         if served.why_host or call is None:
@@ -262,11 +294,16 @@ class Service:
                 patched = served.patched(patcher)
                 if first:
                     self.prepare(served)
-                result = served.accelerated.attempt(call.embeds, call.mask, patched)
+                embeds = call.embeds
+                if isinstance(call, T5Call) and transformer.dtype not in _SAFE:
+                    embeds = torch.nan_to_num(embeds)  # as T5.forward does
+                result = served.accelerated.attempt(embeds, call.mask, patched)
                 self._count(served, call.embeds.shape, patched)
                 if result is None:
                     served.why_host = self._why_host(served, patched)
                     return None
+                if isinstance(call, T5Call):
+                    return answer_t5(result[1])
                 states = answer(
                     call,
                     *result,
@@ -315,6 +352,8 @@ class Service:
             with torch.inference_mode(False), torch.no_grad():
                 each.accelerated.prepare()
             each.prepared = True
+        # What the check in FP32 took is of no more use to us, but to others.
+        management.soft_empty_cache()
         self.memory_changed()
         self.show()
 
@@ -382,14 +421,18 @@ class Service:
                 transformer.__dict__["forward"] = Seam(self, served, transformer, patcher)
             else:
                 served.why_host = "another node replaced the encoder's forward"
+            inner = inner_of(transformer)
+            if isinstance(inner.__dict__.get("forward"), Guard | None):
+                inner.__dict__["forward"] = Guard(inner, model)
 
     def eject(self, patcher: Any) -> None:
         for name in self.served:
             # Whoever injected it: without it PyTorch answers, which is never wrong.
             with suppress(AttributeError):
                 transformer = patcher.model.get_submodule(name).transformer
-                if isinstance(transformer.__dict__.get("forward"), Seam):
-                    del transformer.__dict__["forward"]
+                for module in (transformer, inner_of(transformer)):
+                    if isinstance(module.__dict__.get("forward"), Seam | Guard):
+                        del module.__dict__["forward"]
 
     def keep_off(self, patcher: Any) -> None:
         """Load no more of `patcher` than is needed while engines serve all of it.
@@ -402,19 +445,39 @@ class Service:
 
         def partially_load(device_to: Any, *args: Any, **kwargs: Any) -> Any:
             patcher: Any = ours()
+            alone = self.leaves_host_alone(patcher)
             forced = kwargs.get("force_patch_weights") or (len(args) > 1 and args[1])
             if forced or not self.serves_all(patcher):
                 return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
-            if is_prepared(patcher, device_to):
+            if alone and is_prepared(patcher, device_to):
                 with patcher.use_ejected(skip_and_inject_on_exit_only=True):
                     patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
                     patcher.patch_model(load_weights=False)
                 return 0
-            if patcher.is_dynamic() or management.is_device_cpu(device_to):
+            if patcher.is_dynamic() or comfy_memory.is_ram(device_to):
                 return type(patcher).partially_load(patcher, device_to, *args, **kwargs)
             return load_embeddings_only(patcher, device_to)
 
         patcher.partially_load = partially_load
+
+    def leaves_host_alone(self, patcher: Any) -> bool:
+        """Whether what ComfyUI itself reads is the same under these patches and those loaded now.
+
+        That is everything but the blocks of the accelerated encoders and what goes with them.
+        """
+        wanted, loaded = patcher.patches_uuid, patcher.model.current_weight_patches_uuid
+        if wanted not in self._reaching:
+            ours = tuple(
+                s.source.prefix + part
+                for s in self.served.values()
+                for part in inside(s.source.spec)
+            )
+            self._reaching[wanted] = any(not key.startswith(ours) for key in patcher.patches)
+            while len(self._reaching) > KEPT_DIGESTS:
+                self._reaching.popitem(last=False)
+        return bool(loaded == wanted) or not (
+            self._reaching[wanted] or self._reaching.get(loaded, True)
+        )
 
     def serves_all(self, patcher: Any) -> bool:
         """Whether no PyTorch of this CLIP is expected to run."""
@@ -459,8 +522,9 @@ def _line(served: Served) -> str:
     if report.similarity is not None:
         parts.append(f"similarity {report.similarity.token_mean:.4f}")
     if report.vram_bytes:
-        saved = half_bytes(served.source.spec) - report.vram_bytes
-        parts.append(f"{report.vram_bytes / 1e6:.0f} MB of VRAM ({saved / 1e6:.0f} MB saved)")
+        saved = served.pytorch_bytes - report.vram_bytes
+        less = f" ({saved / 1e6:.0f} MB saved)" if saved > 0 else ""  # none of what is FP8 already
+        parts.append(f"{report.vram_bytes / 1e6:.0f} MB of VRAM{less}")
     return ", ".join(parts)
 
 
@@ -568,13 +632,3 @@ def cache() -> EngineCache:
         place = os.path.join(folder_paths.models_dir, "octavo")
         folder_paths.folder_names_and_paths["octavo"] = ([place], {".plan"})
     return EngineCache(Path(folder_paths.get_folder_paths("octavo")[0]))
-
-
-def send_text(text: str, node: str) -> None:
-    """Show `text` on a node of the page; without a running server nothing happens."""
-    server = getattr(sys.modules.get("server"), "PromptServer", None)
-    send = getattr(getattr(server, "instance", None), "send_progress_text", None)
-    if send is None:  # used as a library, or another ComfyUI
-        log.debug("%s", text)
-    else:
-        send(text, node)

@@ -14,11 +14,13 @@ import comfy.model_management as management
 import torch
 from torch import Tensor
 
+from ..checkpoints.quantized import QuantizedCheckpoint
 from ..encoders.clip import PROJECTION
 from ..errors import FileError, OctavoError
 from ..recipes import load_recipe
 from .comfy import cache, service_of, without
 from .comfy_source import Source
+from .comfy_specs import reads_scales
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,13 @@ def environment(verify: bool = False) -> str:
 
 
 def save(clip: Any, name: str) -> list[Path]:
-    """Write each accelerated encoder of `clip` with its FP8 values, patches included, in 16 bit.
+    """Write each accelerated encoder of `clip` with its FP8 values, patches included.
 
-    ComfyUI 0.33 knows FP8 scales for T5 and language models alone: its CLIP loaders would take the
-    codes for weights, without a word. So the values are written as they are after quantization;
-    every ComfyUI loads them, and Octavo gets the same codes from them again. The files go into the
-    first text_encoders folder, under `name` and never over another. Raises OctavoError.
+    A T5-XXL in FP8, with its scales, as ComfyUI 0.33 reads them. All else in 16 bit: its loaders of
+    CLIP would take the codes for weights, without a word. So the values are written as they are
+    after quantization; every ComfyUI loads them, and Octavo gets the same codes from them again.
+    The files go into the first text_encoders folder, under `name` and never over another. Raises
+    OctavoError.
     """
     import folder_paths
 
@@ -186,10 +189,27 @@ def save(clip: Any, name: str) -> list[Path]:
         names = [*source.shapes, *([PROJECTION] if source.projection_shape else [])]
         target = _free_name(folder, name, served.name)
         with whole_file(target, "free some space or choose another name") as file:
-            tensors = {n: _half(quantized.dense(n)) for n in names}
-            write_safetensors(file, tensors, {"octavo": f"{service.settings.recipe} values"})
+            if reads_scales(source.spec):
+                tensors = _in_fp8(quantized, names)
+            else:
+                tensors = {n: _half(quantized.dense(n)) for n in names}
+            # Not under "octavo", which names the checkpoints that `octavo build` writes.
+            note = {"format": "pt", "values": f"Octavo, recipe {service.settings.recipe}"}
+            write_safetensors(file, tensors, note)
         written.append(target)
     return written
+
+
+def _in_fp8(quantized: QuantizedCheckpoint, names: list[str]) -> dict[str, Tensor]:
+    """The checkpoint's tensors as they are, with the notes by which ComfyUI knows the FP8 ones."""
+    tensors = {name: quantized.read(name) for name in names}
+    note = torch.frombuffer(bytearray(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    for linear, precision in quantized.structure.items():
+        if precision == "fp8":
+            for scale in (linear + ".weight_scale", linear + ".input_scale"):
+                tensors[scale] = quantized.read(scale)
+            tensors[linear + ".comfy_quant"] = note.clone()
+    return tensors
 
 
 def _half(values: Tensor) -> Tensor:

@@ -12,22 +12,52 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
-from .comfy_source import half_bytes, sub_encoders
+from .. import staging
+from .comfy_source import sub_encoders
+from .comfy_specs import half_bytes, spec_of, still_read
 
 if TYPE_CHECKING:
     from .comfy import Served, Service
 
 
 def is_prepared(patcher: Any, device: Any) -> bool:
-    """Whether the module is as an earlier load for the same patches left it."""
+    """Whether the module is as an earlier load left it, for these patches or for others."""
     model = patcher.model
-    if model.current_weight_patches_uuid != patcher.patches_uuid or model.device != device:
+    if model.current_weight_patches_uuid is None or model.device != device:
         return False
     # What was unloaded since has 0 here: dynamic loading keeps the small weights in, the embeddings
     # are what `load_embeddings_only` keeps.
     return bool(model.model_loaded_weight_memory > 0) and (
         patcher.is_dynamic() or bool(model.model_lowvram)
     )
+
+
+def loaded_patcher(model: nn.Module) -> Any | None:
+    """The one of the patchers over `model` that is loaded: its state is what the module has now.
+
+    A clone takes its original's `is_injected` along and may inject at the wrong time (a LoRA node
+    running again while another branch is loaded); ComfyUI's own list knows better.
+    """
+    for loaded in management.current_loaded_models:
+        patcher = loaded.model
+        if patcher is not None and patcher.model is model:
+            return patcher
+    return None
+
+
+def is_ram(device: Any) -> bool:
+    """Whether weights on `device` are where they come from, so that nothing is to be kept off."""
+    return bool(management.is_device_cpu(device))
+
+
+def load_for_pytorch(patcher: Any) -> None:
+    """Put the patches of `patcher` under PyTorch, if they are not there."""
+    if patcher.model.current_weight_patches_uuid == patcher.patches_uuid:
+        return
+    if patcher.is_dynamic() or is_ram(patcher.load_device):
+        type(patcher).partially_load(patcher, patcher.load_device)
+    else:
+        load_embeddings_only(patcher, patcher.load_device)
 
 
 def load_embeddings_only(patcher: Any, device: Any) -> Any:
@@ -48,16 +78,23 @@ def load_embeddings_only(patcher: Any, device: Any) -> Any:
         del patcher.pin_weight_to_device
     moved = 0
     for encoder in sub_encoders(model).values():
-        transformer = encoder.transformer
-        for module in (
-            transformer.text_model.embeddings.token_embedding,
-            transformer.text_model.final_layer_norm,
-            transformer.text_projection,
-        ):
+        if isinstance(spec_of(encoder.transformer), str):
+            continue  # no engine's: it stays as that load left it
+        for module in still_read(encoder.transformer):
             module.to(device)
             moved += sum(int(p.nbytes) for p in module.parameters())
     model.model_loaded_weight_memory = max(model.model_loaded_weight_memory, moved)
     return moved
+
+
+def _pinned(size: int) -> torch.Tensor | None:
+    """Page-locked memory that ComfyUI counts, or None where it allows none."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    return buffer if management.pin_memory(buffer) else None
+
+
+if hasattr(management, "pin_memory"):
+    staging.allocate = _pinned
 
 
 class _EngineModel(nn.Module):
@@ -108,8 +145,10 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
     def partially_unload(
         self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Whole engines go, the largest first, until enough is free."""
-        freed = 0
+        """Patched sets go, then whole engines, the largest first, until enough is free."""
+        freed = sum(served.accelerated.drop_sets() for served in self._served())
+        if freed:
+            management.soft_empty_cache()
         for served in sorted(self._served(), key=lambda s: -s.accelerated.vram_bytes):
             if freed >= memory_to_free:
                 break

@@ -13,5 +13,10 @@ from .text_encoder import TextEncoder
 
 
 class Octavo(ComfyExtension):  # type: ignore[misc]
+    async def on_load(self) -> None:
+        from ..hosts.comfy_texts import serve
+
+        serve()
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [TextEncoder, Report, SaveTextEncoder, Environment]

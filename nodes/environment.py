@@ -30,7 +30,7 @@ class Environment(io.ComfyNode):  # type: ignore[misc]
                 ),
             ],
             outputs=[io.String.Output(display_name="text")],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
             is_output_node=True,
         )
 
@@ -40,9 +40,10 @@ class Environment(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, cache: str) -> io.NodeOutput:
-        from ..hosts.comfy import send_text
         from ..hosts.comfy_compare import environment
+        from ..hosts.comfy_texts import belongs, send_text
 
         text = environment(verify=cache == "verify")
+        belongs(cls.hidden.unique_id, cls.hidden.extra_pnginfo)
         send_text(text, cls.hidden.unique_id)
         return io.NodeOutput(text, ui=ui.PreviewText(text))

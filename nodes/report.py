@@ -46,19 +46,20 @@ class Report(io.ComfyNode):  # type: ignore[misc]
                 io.Image.Output(display_name="picture", tooltip="Heat map and latency bars."),
                 io.String.Output(display_name="text", tooltip="The tables."),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, clip: Any, prompts: str, repeats: int) -> io.NodeOutput:
-        from ..hosts.comfy import send_text
         from ..hosts.comfy_compare import compare
+        from ..hosts.comfy_texts import belongs, send_text
         from .picture import draw
 
         lines = [line for line in prompts.splitlines() if line.strip()][:16] or [""]
         comparison = compare(clip, lines, repeats)
         text, picture = comparison.text(), draw(comparison.rows)
+        belongs(cls.hidden.unique_id, cls.hidden.extra_pnginfo)
         send_text(text, cls.hidden.unique_id)
         preview = ui.PreviewImage(picture, cls=cls).as_dict()
         return io.NodeOutput(picture, text, ui={"text": (text,), **preview})

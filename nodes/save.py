@@ -20,8 +20,8 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
             category=CATEGORY,
             description=(
                 "Writes each accelerated text encoder with its FP8 values, LoRA and merges "
-                "included, into the text_encoders models folder. The values are in 16 bit, because "
-                "ComfyUI's CLIP loaders know no FP8 scales; every ComfyUI loads them."
+                "included, into the text_encoders models folder: T5-XXL in FP8, all others with "
+                "the same values in 16 bit, because ComfyUI's CLIP loaders know no FP8 scales."
             ),
             search_aliases=["octavo", "save clip fp8", "export text encoder", "quantize clip"],
             inputs=[
@@ -33,15 +33,16 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
                 ),
             ],
             outputs=[io.String.Output(display_name="files", tooltip="The names of the new files.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
             is_output_node=True,
         )
 
     @classmethod
     def execute(cls, clip: Any, name: str) -> io.NodeOutput:
-        from ..hosts.comfy import send_text
         from ..hosts.comfy_compare import save
+        from ..hosts.comfy_texts import belongs, send_text
 
         text = "\n".join(path.name for path in save(clip, name))
+        belongs(cls.hidden.unique_id, cls.hidden.extra_pnginfo)
         send_text(text, cls.hidden.unique_id)
         return io.NodeOutput(text, ui=ui.PreviewText(text))

@@ -19,8 +19,8 @@ class TextEncoder(io.ComfyNode):  # type: ignore[misc]
             display_name="FP8 Text Encoder",
             category=CATEGORY,
             description=(
-                "Runs the CLIP text encoders of this model in FP8: on TensorRT where it is "
-                "installed and supports the GPU, else on the FP8 tensor cores through PyTorch. "
+                "Runs the CLIP and T5 text encoders of this model in FP8: on TensorRT where it "
+                "is installed and supports the GPU, else on the FP8 tensor cores through PyTorch. "
                 "Everything is built at the first prompt, checked against FP32 and kept in a "
                 "cache. What cannot be served is left to ComfyUI, and the node says why. Place it "
                 "before or after LoRA nodes."
@@ -31,6 +31,7 @@ class TextEncoder(io.ComfyNode):  # type: ignore[misc]
                 "tensorrt",
                 "accelerate clip",
                 "fast text encoder",
+                "t5xxl fp8",
                 "clip fp8",
                 "quantize text encoder",
                 "speed up prompt",
@@ -78,12 +79,12 @@ class TextEncoder(io.ComfyNode):  # type: ignore[misc]
                     advanced=True,
                     tooltip=(
                         "The mean cosine similarity to FP32 that an engine must reach before it is "
-                        "used. 0 takes the recipe's own, 0.99."
+                        "used. 0 takes the recipe's own: 0.99 for CLIP, 0.998 for T5."
                     ),
                 ),
             ],
             outputs=[io.Clip.Output(tooltip="The same text encoders, served in FP8.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
         )
 
     @classmethod
@@ -91,6 +92,8 @@ class TextEncoder(io.ComfyNode):  # type: ignore[misc]
         cls, clip: Any, precision: str, engine: str, build: str, similarity_floor: float
     ) -> io.NodeOutput:
         from ..hosts.comfy import Settings, accelerate
+        from ..hosts.comfy_texts import belongs
 
+        belongs(cls.hidden.unique_id, cls.hidden.extra_pnginfo)
         settings = Settings(precision, engine, build == "background", similarity_floor)
         return io.NodeOutput(accelerate(clip, settings, build, cls.hidden.unique_id)[0])

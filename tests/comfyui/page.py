@@ -77,6 +77,21 @@ async def look(chromium: str, address: str, workflow: Any, out: Path, language: 
             process.wait(20)
 
 
+WIDGETS = (
+    "window.app.graph._nodes.map(n => ({type: n.type, title: n.title, inputs: "
+    "(n.inputs || []).map(i => i.label || i.name), widgets: (n.widgets || []).map("
+    "w => ({name: w.name, label: w.label || '', value: String(w.value).slice(0, 2000)}))}))"
+)
+
+
+async def _load(page: Page, address: str, workflow: Any) -> None:
+    await page.call("Page.navigate", url=address)
+    await page.wait("window.app?.graph && window.app.extensionManager", 90)
+    await asyncio.sleep(2)
+    await page.value(f"window.app.loadGraphData({json.dumps(workflow)})")
+    await asyncio.sleep(1)
+
+
 async def _steps(page: Page, address: str, workflow: Any, out: Path, language: str) -> None:
     async with aiohttp.ClientSession() as session:
         settings = {
@@ -88,11 +103,7 @@ async def _steps(page: Page, address: str, workflow: Any, out: Path, language: s
         async with session.post(f"{address}/settings", json=settings) as answer:
             assert answer.status == 200
     await page.call("Page.enable")
-    await page.call("Page.navigate", url=address)
-    await page.wait("window.app?.graph && window.app.extensionManager", 90)
-    await asyncio.sleep(2)
-    await page.value(f"window.app.loadGraphData({json.dumps(workflow)})")
-    await asyncio.sleep(1)
+    await _load(page, address, workflow)
     await page.value("window.app.queuePrompt(0)")
     done = "fetch('/history').then(r => r.json()).then(h => Object.values(h).length > 0)"
     for _ in range(600):
@@ -100,20 +111,20 @@ async def _steps(page: Page, address: str, workflow: Any, out: Path, language: s
             break
         await asyncio.sleep(0.5)
     await asyncio.sleep(2)
-    nodes = await page.value(
-        "window.app.graph._nodes.map(n => ({type: n.type, title: n.title, inputs: "
-        "(n.inputs || []).map(i => i.label || i.name), widgets: (n.widgets || []).map("
-        "w => ({name: w.name, label: w.label || '', value: String(w.value).slice(0, 2000)}))}))"
-    )
+    nodes = await page.value(WIDGETS)
     history = await page.value(
         "fetch('/history').then(r => r.json()).then(h => Object.values(h)[0].status)"
     )
     found = {"nodes": nodes, "status": history, "text": await page.value("document.body.innerText")}
+    picture = await page.call("Page.captureScreenshot", format="png")
+    await _load(page, address, workflow)
+    found["again"] = await page.value(WIDGETS)
+    await _load(page, address, {**workflow, "id": "another-workflow"})
+    found["other"] = await page.value(WIDGETS)
+    (out / "page.png").write_bytes(base64.b64decode(picture["data"]))
     (out / "page.json").write_text(
         json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8"
     )
-    picture = await page.call("Page.captureScreenshot", format="png")
-    (out / "page.png").write_bytes(base64.b64decode(picture["data"]))
 
 
 if __name__ == "__main__":

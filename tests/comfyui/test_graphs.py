@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +14,20 @@ from comfy_server import Graph, Ref
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from comfy_server import Server
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.timeout(900)]
 
 FLOOR = 0.985  # cosine per row; the tiny random encoders reach 0.99 and more, a wrong layer 0.5
+NARROW = {"similarity_floor": 0.9}  # T5's own, 0.998, is for encoders as wide as they are used
+_T5_XXL = ("sd3", "flux", "pixart", "mochi", "ltxv", "hidream")
+WITH_T5 = {
+    **{family: {"t5xxl"} for family in _T5_XXL},
+    "wan": {"umt5xxl"},
+    "aura": {"pile_t5xl"},
+}
 PROMPTS = {
     "plain": "a photo of a cat",
     "empty": "",
@@ -36,7 +46,9 @@ def cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(zero, 1.0, F.cosine_similarity(a, b, dim=-1))
 
 
-def assert_alike(server: Server, plain: str, ours: str, *, exact: bool = False) -> None:
+def assert_alike(
+    server: Server, plain: str, ours: str, *, exact: bool = False, floor: float = FLOOR
+) -> None:
     """Every tensor of two kept conditionings is equal, or close by the cosine of its rows."""
     a, b = server.kept(plain), server.kept(ours)
     assert a.keys() == b.keys()
@@ -48,7 +60,7 @@ def assert_alike(server: Server, plain: str, ours: str, *, exact: bool = False) 
             assert torch.equal(a[name], b[name]), name
         else:
             low = float(cosines(a[name], b[name]).min())
-            assert low > FLOOR, f"{ours} {name}: {low}"
+            assert low > floor, f"{ours} {name}: {low}"
         changed |= not torch.equal(a[name], b[name])
     assert exact or changed, f"{ours}: the engine did not serve"
 
@@ -69,30 +81,40 @@ def _embeddings(server: Server) -> None:
     both = {
         "clip_l": torch.randn(3, 128, generator=random) * 0.3,
         "clip_g": torch.randn(3, 192, generator=random) * 0.3,
+        "t5xxl": torch.randn(3, 128, generator=random) * 0.3,  # SD3's T5 is wider
     }
     save_file(both, folder / "tiny.safetensors")
     save_file({"emb_params": torch.randn(2, 96, generator=random)}, folder / "other.safetensors")
 
 
 @pytest.mark.parametrize(
-    "family", ["sd1", "sd2", "sdxl", "refiner", "cascade", "sd3", "sd3_no_t5", "flux"]
-)
+    "family",
+    [
+        "sd1", "sd2", "sdxl", "refiner", "cascade", "sd3", "sd3_no_t5", "flux", "long", "long_sdxl",
+        "pixart", "mochi", "ltxv", "hidream", "wan", "aura",
+    ],
+)  # fmt: skip
 def test_families(server: Server, family: str) -> None:
     graph = Graph()
-    clip = graph.clip(family)
+    clip, floor = graph.clip(family), NARROW if family in WITH_T5 else {}
     for name, text in PROMPTS.items():
-        both(graph, clip, f"{family}-{name}", lambda c, text=text: graph.encode(c, text))
+        both(graph, clip, f"{family}-{name}", lambda c, text=text: graph.encode(c, text), **floor)
     for name, how in (("unprojected", "unprojected"), ("without a dict", "loaded")):
         both(
             graph, clip, f"{family}-{name}",
             lambda c, how=how: graph.add("OctavoTestEncode", clip=c, text="a cat", how=how),
+            **floor,
         )  # fmt: skip
     both(
         graph, clip, f"{family}-zeroed",
         lambda c: graph.add("ConditioningZeroOut", conditioning=graph.encode(c, "a cat")),
+        **floor,
     )  # fmt: skip
-    ours = graph.octavo(clip)
+    ours = graph.octavo(clip, **floor)
     state = server.state(ours, graph.encode(ours, "the last one"), graph)
+    assert state["served"].keys() == state["details"].keys() >= WITH_T5.get(family, set())
+    assert not any("PyTorch" in line for line in state["lines"]), state["lines"]
+    assert all(served["recipe"] == "fp8" for served in state["details"].values()), state
     for encoder, served in state["served"].items():
         assert served == {"engine": "torch_fp8", "why_host": ""}, encoder
     for name in [*PROMPTS, "unprojected", "without a dict"]:
@@ -154,7 +176,7 @@ def test_encoders_of_one_node_for_each_field(server: Server) -> None:
         ),
     }  # fmt: skip
     for family, make in makers.items():
-        both(graph, graph.clip(family), f"own-{family}", make)
+        both(graph, graph.clip(family), f"own-{family}", make, **NARROW)
     server.run(graph)
     for family in makers:
         assert_alike(server, f"own-{family}-plain", f"own-{family}-ours")
@@ -211,6 +233,62 @@ def test_lora_in_any_order(server: Server, family: str) -> None:
         server.run(again)
         expected = kept["none" if seed is None else "ab"[seed - 1]]
         assert torch.equal(server.kept(f"lora-{family}-again")["0.cond"], expected), seed
+
+
+@pytest.mark.parametrize("how", ["inner", "unknown"])
+def test_pytorch_gets_its_patches_when_it_is_asked(server: Server, how: str) -> None:
+    """Under engines a LoRA leaves PyTorch's weights as they are; who reads them finds it there."""
+    seed = {"inner": 31, "unknown": 32}[how]
+
+    def step(make: Any) -> tuple[Graph, Ref, Ref]:
+        graph = Graph()
+        base = graph.clip("sdxl", seed)
+        light = graph.add("OctavoTestLight", clip=graph.octavo(base), on=True)
+        return make(graph, base, light)
+
+    def asked(graph: Graph, clip: Ref) -> Ref:
+        return graph.add("OctavoTestEncode", clip=clip, text="a cat", how=how)
+
+    def served(graph: Graph, _: Ref, clip: Ref) -> tuple[Graph, Ref, Ref]:
+        for i in range(2):  # the second leaves PyTorch's weights in RAM
+            graph.keep(graph.encode(clip, f"a cat {i}"), f"light-{how}-{i}")
+        return graph, clip, graph.encode(clip, "a cat 1")
+
+    def patched(graph: Graph, base: Ref, clip: Ref) -> tuple[Graph, Ref, Ref]:
+        clip = graph.lora(clip, 1)
+        conditioning = graph.encode(clip, "a cat")
+        graph.keep(conditioning, f"light-{how}-lora-ours")
+        return graph, clip, conditioning
+
+    try:
+        graph, clip, last = step(served)
+        assert server.state(clip, last, graph)["pytorch_patched"]
+        graph, clip, last = step(patched)
+        state = server.state(clip, last, graph)
+        assert not state["pytorch_patched"], "ComfyUI prepared all weights for nobody"
+        for encoder in state["served"].values():
+            assert encoder == {"engine": "torch_fp8", "why_host": ""}
+        graph, base, light = step(lambda *made: made)
+        lora = graph.lora(light, 1)
+        inner = asked(graph, lora)
+        graph.keep(inner, f"light-{how}-inner-ours")
+        assert server.state(lora, inner, graph)["pytorch_patched"]
+    finally:
+        off = Graph()
+        light = off.add("OctavoTestLight", clip=off.clip("sd1"), on=False)
+        off.keep(off.encode(light, "off"), f"light-{how}-off")
+        server.run(off)
+    plain = Graph()
+    base = plain.clip("sdxl", seed)
+    plain.keep(asked(plain, base), f"light-{how}-inner-base")
+    plain.keep(asked(plain, plain.lora(base, 1)), f"light-{how}-inner-plain")
+    plain.keep(plain.encode(plain.lora(base, 1), "a cat"), f"light-{how}-lora-plain")
+    server.run(plain)
+    ours, want, base_ = (
+        server.kept(f"light-{how}-inner-{n}")["0.cond"] for n in ("ours", "plain", "base")
+    )
+    assert float(cosines(ours, want).min()) > 0.999 > float(cosines(base_, want).mean())
+    assert_alike(server, f"light-{how}-lora-plain", f"light-{how}-lora-ours")
 
 
 def test_bypass_lora_is_pytorch(server: Server) -> None:
@@ -364,7 +442,7 @@ def test_memory_comes_back(server: Server) -> None:
     results = []
     for i in range(2):
         graph = Graph()
-        ours = graph.octavo(graph.clip("sdxl"))
+        ours = graph.octavo(graph.clip("sdxl", 61))  # one that no LoRA went to
         conditioning = graph.encode(ours, "a cat" + " " * i)
         graph.keep(conditioning, f"memory-{i}")
         state = server.state(ours, conditioning, graph)
@@ -373,6 +451,24 @@ def test_memory_comes_back(server: Server) -> None:
     assert results[0] > 0 and results[0] == results[1]
     a, b = (server.kept(f"memory-{i}")["0.cond"] for i in range(2))
     assert torch.equal(a, b)
+
+
+def test_patched_sets_go_first(server: Server) -> None:
+    """Under pressure what is kept for later goes before what serves, then the largest engine."""
+    graph = Graph()
+    ours = graph.octavo(graph.clip("sdxl", 51))
+    conditioning = graph.encode(graph.lora(ours, 1), "a cat")
+    node = graph.add("OctavoTestPress", clip=ours, after=conditioning)[0]
+    steps = json.loads(server.run(graph)[node]["text"][0])
+    assert [(s["sets"], s["loaded"]) for s in steps] == [(0, 2), (0, 1), (0, 0)]
+    assert all(s["freed"] == s["really"] > 0 for s in steps)
+    again = Graph()
+    clip = again.octavo(again.clip("sdxl", 51))
+    again.keep(again.encode(again.lora(clip, 1), "a cat"), "pressed-again")
+    graph.keep(conditioning, "pressed-before")
+    server.run(graph)
+    server.run(again)
+    assert torch.equal(*(server.kept(f"pressed-{n}")["0.cond"] for n in ("before", "again")))
 
 
 def test_a_cpu_is_left_to_pytorch(server: Server) -> None:
@@ -397,6 +493,55 @@ def test_a_floor_that_nothing_reaches_is_pytorch(server: Server) -> None:
     else:
         low = cosines(server.kept("floor-plain")["0.cond"], server.kept("floor-ours")["0.cond"])
         assert float(low.mean()) >= 0.9999
+
+
+@pytest.fixture
+def _disk(server: Server) -> Iterator[None]:
+    yield
+    graph = Graph()
+    clip = graph.add("OctavoTestDisk", clip=graph.clip("sd1"), mode="fine")
+    graph.keep(graph.encode(clip, "fine again"), "disk-fine")
+    server.run(graph)
+
+
+@pytest.mark.usefixtures("_disk")
+@pytest.mark.parametrize(
+    ("mode", "reason", "seed"),
+    [("full", "the disk is full", 41), ("read-only", "it cannot be written", 42)],
+)
+def test_a_cache_that_cannot_be_written(server: Server, mode: str, reason: str, seed: int) -> None:
+    """PyTorch answers, the node says why, and no half-written file stays."""
+    cache = server.base / "models" / "octavo"
+    before = {p for p in cache.rglob("*") if p.suffix != ".lock"}
+    graph = Graph()
+    base = graph.clip("sd1", seed)
+    bad = graph.add("OctavoTestDisk", clip=base, mode=mode)
+    graph.keep(graph.encode(base, "a cat"), f"disk-{mode}-plain")
+    ours = graph.octavo(bad)
+    conditioning = graph.encode(ours, "a cat")
+    graph.keep(conditioning, f"disk-{mode}-ours")
+    state = server.state(ours, conditioning, graph)
+    assert state["served"]["clip_l"]["engine"] == "host"
+    assert reason in state["lines"][0] and reason in state["served"]["clip_l"]["why_host"]
+    assert_alike(server, f"disk-{mode}-plain", f"disk-{mode}-ours", exact=True)
+    assert {p for p in cache.rglob("*") if p.suffix != ".lock"} - before == set()
+
+
+@pytest.mark.usefixtures("_disk")
+def test_what_a_read_only_cache_holds_is_used(server: Server) -> None:
+    first = Graph()
+    ours = first.octavo(first.clip("sd1", 43))
+    first.keep(first.encode(ours, "a cat"), "filled")
+    server.run(first)
+    graph = Graph()
+    bad = graph.add("OctavoTestDisk", clip=graph.clip("sd1", 43), mode="read-only")
+    ours = graph.octavo(bad, similarity_floor=0.5)  # other settings, so it is all done anew
+    conditioning = graph.encode(ours, "a cat")
+    graph.keep(conditioning, "filled-read-only")
+    state = server.state(ours, conditioning, graph)
+    assert state["served"]["clip_l"] == {"engine": "torch_fp8", "why_host": ""}
+    a, b = server.kept("filled")["0.cond"], server.kept("filled-read-only")["0.cond"]
+    assert torch.equal(a, b)
 
 
 def test_report_and_environment(server: Server) -> None:

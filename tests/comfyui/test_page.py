@@ -148,6 +148,7 @@ def _workflow(seed: int) -> dict[str, Any]:
         [4, 3, 0, 4, 0, "CONDITIONING"],
     ]
     return {
+        "id": "6c7f6f0e-5b7c-4d7e-9d53-0c1b3a8f2e11",
         "last_node_id": 5, "last_link_id": 4, "nodes": nodes, "links": links, "groups": [],
         "config": {}, "extra": {}, "version": 0.4,
     }  # fmt: skip
@@ -175,6 +176,10 @@ def test_the_page(server: Server, tmp_path: Path, language: str) -> None:
     shown = json.dumps(nodes["OctavoTextEncoder"]["widgets"])
     assert "clip_g: torch_fp8, similarity 0.99" in shown and "times as fast" in shown
     assert "token mean" in json.dumps(nodes["OctavoReport"]["widgets"])
+    for when, there in (("again", True), ("other", False)):  # loaded anew, without a run
+        widgets = {node["type"]: json.dumps(node["widgets"]) for node in found[when]}
+        assert ("clip_g: torch_fp8" in widgets["OctavoTextEncoder"]) is there, when
+        assert ("token mean" in widgets["OctavoReport"]) is there, when
     keep = os.environ.get("OCTAVO_SCREENSHOTS")
     if keep:
         shutil.copy(tmp_path / "page.png", Path(keep) / f"page-{language}.png")

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from octavo.backends.torch_ops import ReferenceEncoder
-from octavo.encoders import ClipSpec
-from octavo.hosts.comfy_call import Call, answer, parse
+from octavo.encoders import ClipSpec, T5Spec
+from octavo.hosts.comfy_call import Call, T5Call, answer, answer_t5, parse, parse_t5
 from safetensors import safe_open
 
 DATA = Path(__file__).parent / "data" / "comfyui_calls.safetensors"
@@ -171,3 +171,120 @@ def test_recorded_signature_is_the_one_that_is_parsed(recorded: Recorded) -> Non
         "dtype",
         "embeds_info",
     }
+
+
+# T5
+
+
+class RecordedT5(Recorded):
+    def __init__(self) -> None:
+        super().__init__()
+        config = self.facts["t5_config"]
+        self.facts["calls"] = {f"t5/{form}": c for form, c in self.facts["t5_calls"].items()}
+        self.t5 = T5Spec(
+            config["num_layers"], config["d_model"], config["d_ff"], config["num_heads"],
+            config["d_kv"], config["vocab_size"],
+        )  # fmt: skip
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self.tensors[f"t5/weights/{name}"]
+
+
+@pytest.fixture(scope="module")
+def t5() -> RecordedT5:
+    return RecordedT5()
+
+
+T5_SERVED = ["flux", "mochi", "wan", "masked row"]
+
+
+@pytest.mark.parametrize("form", T5_SERVED)
+def test_t5_answers_are_those_of_comfyui(t5: RecordedT5, form: str) -> None:
+    args, kwargs = t5.call(f"t5/{form}")
+    call = parse_t5(args, kwargs, t5.t5)
+    assert call is not None, f"the real call '{form}' is not recognised"
+    assert (call.mask is None) == (form == "flux")
+    with torch.no_grad():
+        _, last = ReferenceEncoder(t5.t5, t5.weight)(call.embeds, call.mask)
+    got, none = answer_t5(last)
+    want, also_none = t5.results(f"t5/{form}")
+    assert none is also_none is None and want is not None
+    assert got.shape == want.shape and got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+
+
+def test_t5_masks_matter(t5: RecordedT5) -> None:
+    """The recording can tell a dropped mask from the right one."""
+    free, masked = (t5.results(f"t5/{form}")[0] for form in ("flux", "mochi"))
+    assert free is not None and masked is not None
+    assert not torch.allclose(free[0], masked[0], atol=1e-2)
+    torch.testing.assert_close(free[1], masked[1], atol=2e-5, rtol=1e-5)  # nothing is masked there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_t5_results_are_fresh(dtype: torch.dtype) -> None:
+    last = torch.randn(1, 5, 16).to(dtype)
+    before = last.clone()
+    result, _ = answer_t5(last)
+    assert result.dtype == torch.float32
+    result.fill_(7.0)
+    assert torch.equal(last, before)
+
+
+def test_unknown_t5_calls_are_left_to_comfyui(t5: RecordedT5) -> None:
+    args, kwargs = t5.call("t5/mochi")
+    embeds = kwargs["embeds"]
+
+    def changed(*given: Any, **changes: Any) -> T5Call | None:
+        return parse_t5(given or args, {**kwargs, **changes}, t5.t5)
+
+    assert changed() is not None
+    for changes in (
+        {"past_key_values": []},
+        {"embeds": None},
+        {"embeds": embeds.half()},
+        {"embeds": embeds[0]},
+        {"embeds": embeds[:, :0]},
+        {"embeds": torch.cat([embeds, embeds], dim=-1)},
+        {"dtype": torch.float16},
+        {"intermediate_output": -2},
+        {"intermediate_output": 0},
+        {"intermediate_output": "all"},
+    ):
+        assert changed(**changes) is None, changes
+    assert changed(torch.ones(3, 9, dtype=torch.long), args[1]) is None  # token ids
+    assert changed(None, torch.ones(3, 1, 9)) is None
+    assert changed(None, torch.ones(3, 8)) is None
+    assert parse_t5([None, None, embeds], kwargs, t5.t5) is None  # given twice
+    assert parse_t5([None] * 5, {}, t5.t5) is None
+    skip_args, skip = t5.call("t5/skip 2")
+    assert parse_t5(skip_args, skip, t5.t5) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 255, 2000])
+def test_any_length_of_a_t5_is_known(t5: RecordedT5, tokens: int) -> None:
+    """Lengths are the engine's to refuse, not the seam's."""
+    _, kwargs = t5.call("t5/flux")
+    call = parse_t5([None, None], {**kwargs, "embeds": torch.zeros(1, tokens, 16)}, t5.t5)
+    assert call is not None and call.embeds.shape[1] == tokens
+
+
+def test_a_t5_mask_means_what_comfyui_makes_of_it(t5: RecordedT5) -> None:
+    """1 - mask must be 0: neither 2 nor a half lets a key through."""
+    _, kwargs = t5.call("t5/flux")
+    embeds = torch.zeros(1, 4, 16)
+    for mask in (torch.tensor([[1, 2, 0, -1]]), torch.tensor([[1.0, 0.5, 0.0, -1.0]])):
+        call = parse_t5([None, mask], {**kwargs, "embeds": embeds}, t5.t5)
+        assert call is not None and call.mask is not None
+        assert call.mask.tolist() == [[True, False, False, False]]
+
+
+def test_the_recorded_t5_takes_what_is_parsed(t5: RecordedT5) -> None:
+    known = t5.facts["signatures"]
+    assert known["t5_forward"] == [
+        "self", "input_ids", "attention_mask", "embeds", "num_tokens", "kwargs",
+    ]  # fmt: skip
+    assert set(known["t5_stack_forward"]) == {
+        "self", "x", "attention_mask", "intermediate_output", "final_layer_norm_intermediate",
+        "dtype", "embeds_info",
+    }  # fmt: skip

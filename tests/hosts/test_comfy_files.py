@@ -44,7 +44,7 @@ class Kind:
 class io:
     Clip = String = Image = Int = Float = Combo = Kind
     Schema = NodeOutput = Recorded
-    Hidden = SimpleNamespace(unique_id="unique_id")
+    Hidden = SimpleNamespace(unique_id="unique_id", extra_pnginfo="extra_pnginfo")
 
     class ComfyNode:
         pass

@@ -71,6 +71,35 @@ def test_patched_weights_survive_a_rest(encoder: AcceleratedEncoder, host: LiveH
     assert back is not None and torch.equal(base[1], back[1])
 
 
+def test_kept_sets_go_alone_and_are_made_again(encoder: AcceleratedEncoder, host: LiveHost) -> None:
+    patched = {n: t * 1.1 if n.endswith("fc1.weight") else t for n, t in host.tensors.items()}
+    wanted = Patched("one", patched.__getitem__)
+    base = encoder.attempt(embeds())
+    engine_alone = encoder.vram_bytes
+    first = encoder.attempt(embeds(), None, wanted)
+    with_set = encoder.vram_bytes
+    assert with_set > engine_alone
+    assert encoder.drop_sets() == with_set - engine_alone and encoder.drop_sets() == 0
+    assert encoder.vram_bytes == engine_alone and encoder.has_engine
+    back, again = encoder.attempt(embeds()), encoder.attempt(embeds(), None, wanted)
+    assert base is not None and first is not None and back is not None and again is not None
+    assert torch.equal(base[1], back[1]) and torch.equal(first[1], again[1])
+
+
+def test_waking_up_reads_no_file_again(
+    encoder: AcceleratedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = encoder.attempt(embeds())
+    encoder.rest()
+
+    def read(*_: object) -> None:
+        raise AssertionError("read from the file again")
+
+    monkeypatch.setattr("octavo.checkpoints.quantized.QuantizedCheckpoint.read", read)
+    again = encoder.attempt(embeds())
+    assert first is not None and again is not None and torch.equal(first[1], again[1])
+
+
 def test_a_set_that_fails_its_check_never_serves(
     encoder: AcceleratedEncoder, host: LiveHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ simulated FP8 engine, which no user can switch on: it replaces `hosts.comfy.fact
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -67,6 +68,25 @@ class Clip(_Node):
         return (families.tiny_clip(family, seed, folder),)
 
 
+class Files(_Node):
+    """What CLIPLoader and DualCLIPLoader do, with a T5 that is narrower than its file's kind."""
+
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        required = {"names": ("STRING", {}), "form": ("STRING", {}), "t5": ("STRING", {})}
+        return {"required": required}
+
+    def run(self, names: str, form: str, t5: str) -> tuple[Any]:
+        globals()["simulate"](True)
+        paths = [
+            folder_paths.get_full_path_or_raise("text_encoders", name) for name in names.split()
+        ]
+        embeddings = folder_paths.get_folder_paths("embeddings")
+        return (families.load_files(paths, form, embeddings, json.loads(t5)),)
+
+
 class Lora(_Node):
     """What LoraLoader does, without a diffusion model."""
 
@@ -108,7 +128,7 @@ class Encode(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        how = ["unprojected", "direct", "loaded"]
+        how = ["unprojected", "direct", "loaded", "inner", "unknown"]
         return {"required": {"clip": ("CLIP",), "text": ("STRING", {}), "how": (how,)}}
 
     def run(self, clip: Any, text: str, how: str) -> tuple[Any]:
@@ -116,6 +136,14 @@ class Encode(_Node):
         if how == "unprojected":
             return (clip.encode_from_tokens_scheduled(tokens, unprojected=True),)
         clip.load_model()
+        if how in ("inner", "unknown"):  # around the seam, and through it by another way
+            name = next(n for n in ("clip_g", "clip_l") if hasattr(clip.cond_stage_model, n))
+            transformer = getattr(clip.cond_stage_model, name).transformer
+            ids = torch.tensor([[t[0] for t in tokens[name[-1]][0]]])
+            run = transformer.text_model if how == "inner" else transformer
+            with torch.no_grad():
+                cond = run(ids)[0]
+            return ([[cond.float(), {}]],)
         if how == "direct":  # what weighting packs do
             name = next(
                 n for n in ("clip_g", "clip_l", "clip_h") if hasattr(clip.cond_stage_model, n)
@@ -153,6 +181,81 @@ class Keep(_Node):
         return {"ui": {"text": [name]}}
 
 
+class Light(_Node):
+    """Pass the CLIP on; keep PyTorch's weights off its device as on a GPU, or not any more."""
+
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"clip": ("CLIP",), "on": ("BOOLEAN", {})}}
+
+    def run(self, clip: Any, on: bool) -> tuple[Any]:
+        memory = octavo("hosts.comfy_memory")
+        memory.is_ram = (lambda _: False) if on else memory.management.is_device_cpu
+        return (clip,)
+
+
+class Disk(_Node):
+    """Pass the CLIP on; from now on the cache meets a full disk, or one that is read-only."""
+
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        modes = ["fine", "full", "read-only"]
+        return {"required": {"clip": ("CLIP",), "mode": (modes,)}}
+
+    def run(self, clip: Any, mode: str) -> tuple[Any]:
+        atomic = octavo("engine_cache.atomic")
+        for name, real in _ATOMIC.items():
+            setattr(atomic, name, real)
+        _ATOMIC.update({n: getattr(atomic, n) for n in ("new_partial", "flush")})
+
+        def fails(code: int) -> Any:
+            def fail(path: Any, *_: Any) -> None:
+                raise OSError(code, os.strerror(code), str(path))
+
+            return fail
+
+        if mode == "full":  # which is noticed at the latest when a file is to be kept
+            atomic.flush = fails(errno.ENOSPC)
+        elif mode == "read-only":
+            atomic.new_partial = fails(errno.EROFS)
+        return (clip,)
+
+
+_ATOMIC: dict[str, Any] = {}
+
+
+class Press(_Node):
+    """Ask the engines of a CLIP for one byte, as ComfyUI does under pressure, and for all."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"clip": ("CLIP",), "after": ("CONDITIONING",)}}
+
+    def run(self, clip: Any, after: Any) -> dict[str, Any]:
+        service = octavo("hosts.comfy").service_of(clip)
+        steps = []
+        for wanted in (1, 1, 1e32):
+            before = service.companion.loaded_size()
+            freed = service.companion.partially_unload(None, wanted)
+            encoders = [s.accelerated for s in service.served.values()]
+            steps.append(
+                {
+                    "freed": freed,
+                    "really": before - service.companion.loaded_size(),
+                    "sets": sum(len(e._sets) for e in encoders),
+                    "loaded": sum(e._serving is not None for e in encoders),
+                }
+            )
+        return {"ui": {"text": [json.dumps(steps)]}}
+
+
 class State(_Node):
     """How Octavo served the last calls of a CLIP, as JSON. `after` only orders the graph."""
 
@@ -170,14 +273,25 @@ class State(_Node):
 
     def run(self, clip: Any, after: Any) -> dict[str, Any]:
         service = octavo("hosts.comfy").service_of(clip)
-        found: dict[str, Any] = {"lines": [], "served": {}}
+        found: dict[str, Any] = {"lines": [], "served": {}, "details": {}}
         if service is not None:
             found["lines"] = service.lines()
             for name, served in service.served.items():
                 report = served.report()
                 found["served"][name] = {"engine": report.engine, "why_host": served.why_host}
+                serving = served.accelerated._serving
+                if serving is not None:
+                    found["details"][name] = {
+                        "recipe": serving.recipe.name,
+                        "checkpoint": str(serving.checkpoint.path),
+                        "body": served.accelerated._content.body,
+                    }
             found["keys"] = len(clip.patcher.model.state_dict())
             found["bytes"] = service.vram_bytes
+            model = clip.patcher.model
+            found["pytorch_patched"] = (
+                model.current_weight_patches_uuid == clip.patcher.patches_uuid
+            )
         return {"ui": {"text": [json.dumps(found)]}}
 
 
@@ -186,6 +300,10 @@ NODE_CLASS_MAPPINGS = {
     "OctavoTestLora": Lora,
     "OctavoTestLoraFile": LoraFile,
     "OctavoTestEncode": Encode,
+    "OctavoTestDisk": Disk,
+    "OctavoTestFiles": Files,
     "OctavoTestKeep": Keep,
+    "OctavoTestLight": Light,
+    "OctavoTestPress": Press,
     "OctavoTestState": State,
 }
