@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 CHECK_PROMPTS = 3  # the first held-out prompts: empty, about 20 tokens, 77 tokens
 KNOWN_KINDS = 64  # shapes and dtypes of requests that were found to fit
 KEPT_WEIGHT_SETS = 2  # patched sets (LoRA) that stay quantized on the GPU: going to and fro
+KEPT_BYTES = 2 << 30  # of them; one set of a T5-XXL has more and is quantized again when asked for
 Hidden = Sequence[Tensor]
 _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
 
@@ -115,10 +116,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Patched:
-    """Weights with a LoRA or a merge applied, told apart by `identity`."""
+    """Weights with a LoRA or a merge applied, told apart by `identity`.
+
+    `changed`: for a host whose own weights are FP8, the names of those that differ from them; the
+    rest keeps its codes. None: all are quantized anew.
+    """
 
     identity: Hashable
     read: Callable[[str], Tensor]
+    changed: Collection[str] | None = None
 
     def __post_init__(self) -> None:
         if self.identity is None:
@@ -547,7 +553,9 @@ class AcceleratedEncoder:
             serving.loaded = identity
             return True
         try:
-            requantizer = Requantizer(serving.weights, patched.read, self._host.device)
+            requantizer = Requantizer(
+                serving.weights, patched.read, self._host.device, patched.changed
+            )
             held_out, expected, amax = self._expect(requantizer, serving.recipe)
             weights = requantizer.weights(amax)
             serving.loaded = _UNPROVEN
@@ -564,7 +572,9 @@ class AcceleratedEncoder:
             return False
         serving.loaded = identity
         self._sets[identity] = weights
-        while len(self._sets) > KEPT_WEIGHT_SETS:
+        while self._sets and (
+            len(self._sets) > KEPT_WEIGHT_SETS or self._sets_bytes() > KEPT_BYTES
+        ):
             self._sets.popitem(last=False)
         return True
 

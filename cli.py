@@ -179,7 +179,7 @@ _activation = click.option(
 )  # fmt: skip
 _recipe = click.option(
     "--recipe", "recipe_name", default="fp8", show_default=True, metavar="NAME",
-    help="fp8, fp8-mixed (attention output in 16 bit) or bf16.",
+    help="fp8, fp8-mixed (in 16 bit: the attention output, of T5 the feed-forward's) or bf16.",
 )  # fmt: skip
 _algorithm = click.option(
     "--algorithm", metavar="NAME", help="Calibration: max (default), or mse with NVIDIA ModelOpt."
@@ -339,7 +339,6 @@ def verify(
         "file": str(model),
         "recipe": recipe.name,
         "encoders": [r.facts() for r in results],
-        "floor": compiler.floor_facts(recipe),
     }
     if not _wrote_json(json_file, data):
         rows = [
@@ -588,7 +587,7 @@ def show_build(result: BuildResult) -> None:
                 f"  similarity to FP32: token mean {_cosine(s.get('token_mean'))}, token min "
                 f"{_cosine(s.get('token_min'))}, pooled {_cosine(s.get('pooled'))} "
                 f"({s.get('prompts')} held-out prompts, {s.get('judge')}"
-                f"{', as noted in the file' if built.encoder.dtype == 'fp8' else ''})"
+                f"{', as noted in the file' if built.noted else ''})"
             )
         rows = [
             [e.gpu, "+".join(f"{sm // 10}.{sm % 10}" for sm in e.sms), f"{e.flavour} {e.version}",
@@ -611,7 +610,8 @@ def _entry_facts(entry: Any) -> dict[str, Any]:
         what = f"{facts.get('encoder', 'encoder')} {key['weights']} for {sms}, {builder}"
     else:
         spec = key["spec_facts"]
-        what = f"{facts.get('recipe', '?')}, {spec['layers']} x {spec['width']}"
+        size = f"{spec['layers']} x {spec['width']}"
+        what = f"{spec['encoder']} in {facts.get('recipe', '?')}, {size}"
     return {
         "kind": entry.manifest.kind,
         "key": entry.manifest.key,

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -45,7 +46,15 @@ from .checkpoints.writing import refuse_unwritable, whole_file, write_safetensor
 from .device import Device, peak_rss_bytes, trim_memory
 from .encoders import EncoderSpec, T5Spec
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
-from .errors import BuildError, EngineUnavailable, FileError, OctavoError, SimilarityError
+from .errors import (
+    BuildError,
+    CacheError,
+    EngineUnavailable,
+    FileError,
+    OctavoError,
+    QuantizationError,
+    SimilarityError,
+)
 from .recipes import Recipe
 from .trt import Flavour, Installed, Missing, installed
 from .trt.build import BuildRequest, build_plan
@@ -93,7 +102,8 @@ def silent(_: Progress) -> None:
 class Source(Protocol):
     """Where canonical weights come from: an encoder in a file, or a host's live module.
 
-    One whose weights are FP8 has `quantized` besides, as `EncoderWeights.quantized`.
+    One whose weights are FP8 has `quantized`, `stored`, `scales` and `side` besides, as
+    `EncoderWeights` has them.
     """
 
     @property
@@ -148,6 +158,7 @@ class Built:
     checkpoint_cached: bool
     similarity: dict[str, Any]
     engines: tuple[Engine, ...]
+    noted: bool = False  # the similarity was measured when Octavo wrote the file, not now
 
     def facts(self) -> dict[str, Any]:
         spec = self.encoder.spec
@@ -232,21 +243,29 @@ def fingerprint_of(source: Source, report: Report = silent) -> Fingerprint:
 class _Live:
     """Live weights as `checkpoints.fingerprint` wants them: on the CPU."""
 
-    scales: Sequence[str] = ()
-
     def __init__(self, source: Source) -> None:
         self.spec, self.projection_shape, self.label = (
             source.spec,
             source.projection_shape,
             source.name,
         )
-        self._read = source.read
+        self._source: Any = source
+        self._in_codes = hasattr(source, "stored")  # as Source.quantized says
+        self.scales: Sequence[str] = getattr(source, "scales", ()) if self._in_codes else ()
 
-    def read(self, name: str) -> Tensor:
-        return self._read(name).detach().cpu()
+    def stored(self, name: str) -> Tensor:
+        import torch
+
+        found: Tensor = (self._source.stored if self._in_codes else self._source.read)(name)
+        if found.dtype == torch.float8_e4m3fn and not self._in_codes:
+            found = found.half()  # values, which are what such a source has
+        return found.detach().cpu()
 
     def side(self, name: str) -> tuple[str, Tensor]:
-        raise KeyError(name)
+        if not self._in_codes:
+            raise KeyError(name)
+        found: tuple[str, Tensor] = self._source.side(name)
+        return found
 
     def sources(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -396,8 +415,9 @@ def build(
             for target in targets_of(gpus, portable=portable)
         ]  # fmt: skip
         built = Built(
-            encoder, content, checkpoint, cached, similarity, tuple(e for e, _ in engines)
-        )
+            encoder, content, checkpoint, cached, similarity, tuple(e for e, _ in engines),
+            detected.is_octavo,
+        )  # fmt: skip
         result.encoders.append(built)
         result.peak_rss_bytes = max([result.peak_rss_bytes, *(peak for _, peak in engines)])
     result.peak_rss_bytes = max(result.peak_rss_bytes, peak_rss_bytes())
@@ -473,14 +493,34 @@ def make_checkpoint(
             return entry, True
         with cache.temporary("checkpoint", key) as probe:
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
+            _refuse_full(probe, source.spec, recipe)
         tensors, facts = _quantize(source, content, recipe, report, device)
-        if (recheck() if recheck else fingerprint_of(source)) != content:
-            raise FileError(source.name, "changed while it was being quantized", "start again")
         report(Progress(source.name, "writing the FP8 checkpoint"))
-        entry = _store(cache, key, tensors, facts)
+
+        def refuse_changed() -> None:
+            if (recheck() if recheck else fingerprint_of(source)) != content:
+                raise FileError(source.name, "changed while it was being quantized", "start again")
+
+        entry = _store(cache, key, tensors, facts, refuse_changed)
         del tensors
         trim_memory()
         return entry, False
+
+
+def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe) -> None:
+    """Raise where the checkpoint surely finds no room; of a T5 it is written after minutes."""
+    fp8 = {n for n, kind in recipe.structure(spec.linears()).items() if kind == "fp8"}
+    needed = sum(
+        math.prod(shape) * (1 if name.removesuffix(".weight") in fp8 else 2)
+        for name, shape in spec.tensors().items()
+    )
+    free = shutil.disk_usage(place.parent).free
+    if free < needed:
+        raise CacheError(
+            place.parent,
+            f"the disk is full: {free / 1e6:.1f} of the {needed / 1e6:.1f} MB needed are left",
+            "free some space, or set OCTAVO_CACHE to another disk",
+        )
 
 
 def checkpoint_of(
@@ -523,10 +563,15 @@ def _waiting(subject: str, report: Report) -> Callable[[float], None]:
 
 
 def _store(
-    cache: EngineCache, key: CheckpointKey, tensors: QuantizedTensors, facts: dict[str, Any]
+    cache: EngineCache,
+    key: CheckpointKey,
+    tensors: QuantizedTensors,
+    facts: dict[str, Any],
+    refuse_changed: Callable[[], None],
 ) -> Entry:
     def write(file: BinaryIO) -> None:
         write_safetensors(file, tensors, metadata(facts), tensors.type)
+        refuse_changed()  # only now: T5's tensors are read once more as they are written
 
     return cache.put("checkpoint", key, write, facts)
 
@@ -584,9 +629,20 @@ def sample(
     count: int = HELD_OUT_PROMPTS,
     name: Literal["calibration", "held_out"] = "held_out",
 ) -> Sample:
-    """The first `count` prompts of a shipped set, padded as hosts pad them; T5's cut to 77."""
+    """The first `count` prompts of a shipped set, padded as hosts pad them; T5's cut to 77.
+
+    Raises `QuantizationError` where the encoder has no embeddings for their tokens.
+    """
     from .backends.torch_ops import embed_tokens
-    from .encoders.clip import PROJECTION
+    from .encoders.clip import END_TOKEN, PROJECTION
+    from .encoders.t5 import END_TOKEN as T5_END_TOKEN
+
+    needed = 1 + (T5_END_TOKEN if isinstance(spec, T5Spec) else END_TOKEN)
+    if spec.vocabulary < needed:
+        raise QuantizationError(
+            f"{spec.family}: it has embeddings for {spec.vocabulary} tokens where at least "
+            f"{needed} are needed to encode the shipped prompts; use PyTorch for it."
+        )
 
     tokens = prompts.load_tokens(name, tokenizer_of(spec))[:count]
     if isinstance(spec, T5Spec):
@@ -688,6 +744,7 @@ def _t5_reference(
     final = reference_by_blocks(
         spec, read, held_out.embeds, device=device, progress=step("running the FP32 reference")
     )
+    _refuse_overflow(source.name, final)
     ranges = _uncalibrated()
     if _needs_ranges(recipe, spec, quantized):
         ranges = calibrate_by_blocks(
@@ -723,6 +780,7 @@ def _reference(
         reference_run(reference), held_out.embeds.to(device), held_out.rows, held_out.projection,
         batch=batch, progress=step("running the FP32 reference"),
     )  # fmt: skip
+    _refuse_overflow(source.name, expected.final)
     ranges = _uncalibrated()
     if _needs_ranges(recipe, spec, quantized):
         embeds = sample(spec, read, False, recipe.prompts, "calibration").embeds.to(device)
@@ -730,6 +788,15 @@ def _reference(
             reference, torch.split(embeds, batch), recipe, progress=step("calibrating")
         )
     return held_out, expected, ranges
+
+
+def _refuse_overflow(name: str, final: Tensor) -> None:
+    """Raise where the FP32 reference itself is of no use; `final` is its last state."""
+    if not bool(final.isfinite().all()):
+        raise QuantizationError(
+            f"{name}: its weights overflow even in FP32 on the held-out prompts, so nothing can be "
+            "compared with it; check the file, and its scales if it is FP8."
+        )
 
 
 def _uncalibrated() -> Calibration:
@@ -972,14 +1039,11 @@ class Verified:
     key: str
     similarity: dict[str, Any]
     judge: str
+    floor: dict[str, float]
     shortfall: str | None
 
     def facts(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.shortfall is None}
-
-
-def floor_facts(recipe: Recipe) -> dict[str, float]:
-    return asdict(recipe.floor)
 
 
 def verify(
@@ -1022,6 +1086,7 @@ def verify(
                 progress=running,
             )  # fmt: skip
             del reference
+        _refuse_overflow(encoder.name, expected.final)
         similarity, judge = similarity_of(
             spec, checkpoint.structure, _body_of(checkpoint), checkpoint.read, held_out, expected,
             progress=step("running the graph"),
@@ -1035,7 +1100,8 @@ def verify(
                 entry.manifest.key,
                 similarity.facts(),
                 judge,
-                shortfall(similarity.facts(), recipe.of(spec).floor),
+                asdict(floor := recipe.of(spec).floor),
+                shortfall(similarity.facts(), floor),
             )
         )
     return results

@@ -9,7 +9,7 @@ a block of them is on the GPU at any time. Nothing here waits for the GPU before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,13 +29,19 @@ WAITING_BYTES = 32 << 20  # of weights that are read and not yet quantized: abou
 class Requantizer:
     """`read` for the reference; afterwards `weights` is `base`'s recipe over what was read.
 
-    The codes are those of `Fp8Weights.requantized`: one amax and one rounding per tensor.
+    The codes are those of `Fp8Weights.requantized`: one amax and one rounding per tensor. With
+    `changed` only the weights of these names are quantized; the others keep `base`'s codes.
     """
 
     def __init__(
-        self, base: Fp8Weights, read: Callable[[str], Tensor], device: torch.device
+        self,
+        base: Fp8Weights,
+        read: Callable[[str], Tensor],
+        device: torch.device,
+        changed: Collection[str] | None = None,
     ) -> None:
         self._base, self._read, self._device = base, read, device
+        self._changed = changed
         self._in_fp8 = {
             name + ".weight" for name, v in base.linears.items() if isinstance(v, Fp8Linear)
         }
@@ -51,7 +57,11 @@ class Requantizer:
         weight = weight.to(self._device)
         if name in self._kept or name in self._waiting:
             return weight
-        if name in self._in_fp8:
+        own = self._base.linears.get(name.removesuffix(".weight"))
+        if isinstance(own, Fp8Linear) and self._changed is not None and name not in self._changed:
+            self._kept[name] = own.weight.to(self._device)
+            self._kept[name + "_scale"] = own.weight_scale.to(self._device)
+        elif name in self._in_fp8:
             self._waiting[name] = weight
             if sum(t.nbytes for t in self._waiting.values()) >= WAITING_BYTES:
                 self._quantize()

@@ -12,6 +12,7 @@ from ..encoders import T5Spec
 from ..encoders.ops import Activation
 from ..errors import FileError, UnsupportedEncoder
 from .files import Config, shown
+from .t5 import is_sound
 
 # Defaults of transformers' CLIPTextConfig and OpenCLIP's CLIPTextCfg: a saved config may omit them.
 _HF_DEFAULTS = {
@@ -165,15 +166,10 @@ def with_t5_config(config: Config | None, spec: T5Spec) -> T5Spec:
         fault = f"names the feed-forward {shown(str(said['feed_forward_proj']))}"
         raise UnsupportedEncoder(config.path, fault, "only relu, gated-gelu and alike are served")
     eps, distance = said["layer_norm_epsilon"], said["relative_attention_max_distance"]
-    # The logarithmic buckets begin where a quarter of all ends.
-    if type(eps) is not float or not 0 < eps < 1 or type(distance) is not int:
-        raise _nonsense(config, "layer_norm_epsilon or relative_attention_max_distance")
-    if distance <= spec.buckets // 4:
-        raise _nonsense(config, "relative_attention_max_distance")
-    return replace(
+    told = replace(
         spec, activation=_T5_ACTIVATIONS[activation], norm_eps=eps, max_distance=distance
     )
-
-
-def _nonsense(config: Config, what: str) -> FileError:
-    return FileError(config.path, f"has no sound {what}", "repair it or download it again")
+    if not is_sound(told):
+        fault = "has no sound layer_norm_epsilon or relative_attention_max_distance"
+        raise FileError(config.path, fault, "repair it or download it again")
+    return told

@@ -224,6 +224,10 @@ def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Det
             raise FileError(file.path, fault, "save each into a file of its own")
         taken = {other.name for other in encoders}
         encoders.append(_encoder(file, prefix, layout, taken, activation, heads))
+    overridden = activation is not None or heads is not None
+    if encoders and overridden and not any(isinstance(e.spec, ClipSpec) for e in encoders):
+        fault = "holds no CLIP, which alone can be told another activation"
+        raise FileError(file.path, fault, "leave the activation out")
     if encoders:
         return Detected(file, tuple(encoders), tuple(_sentence(x) for x in left))
     left = left or towers or _no_encoder(file)
@@ -370,9 +374,18 @@ def _t5_spec(file: WeightsFile, prefix: str, layout: T5Layout) -> T5Spec:
         own = spec_from_facts(json.loads(file.metadata["octavo"])["spec"])
         keys = ("activation", "max_distance", "norm_eps")
         told = replace(spec, **{key: getattr(own, key) for key in keys})
-        return told if told == own else spec
+        if told == own and t5.is_sound(told):
+            return told
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        return with_t5_config(_config_of(file, prefix), spec)
+        pass
+    spec = with_t5_config(_config_of(file, prefix), spec)
+    if not t5.is_sound(spec):
+        fault = (
+            f"its relative bias has {spec.buckets} buckets, too many for distances up to "
+            f"{spec.max_distance}"
+        )
+        raise FileError(file.path, fault, "give the folder that holds its config.json too")
+    return spec
 
 
 def _spec(

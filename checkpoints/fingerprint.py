@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from ..encoders import EncoderSpec
 from ..encoders.clip import PROJECTION
 from ..errors import FileError
-from .detect import EncoderWeights
 from .files import shown
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ _BLOCK_BYTES = 16 * 1024 * 1024  # of fp32; bounds the memory, does not change t
 
 
 class Weights(Protocol):
-    """What is hashed: `EncoderWeights` of a file, or a host's live weights."""
+    """What is hashed: `EncoderWeights` of a file, or a host's live weights (compile.py)."""
 
     @property
     def spec(self) -> EncoderSpec: ...
@@ -41,7 +40,10 @@ class Weights(Protocol):
         """The path, or whatever a person knows the weights by."""
         ...
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def stored(self, name: str) -> torch.Tensor:
+        """The values of a canonical tensor, E4M3 codes as they are, on the CPU."""
+        ...
+
     def side(self, name: str) -> tuple[str, torch.Tensor]:
         """(canonical name, value) of one of `scales`."""
         ...
@@ -69,8 +71,7 @@ def fingerprint(
     codes are other weights, and so are the same values in 16 bit, which would be quantized anew.
     `progress(done, total)` counts bytes of fp32. Raises FileError on NaN or infinity.
     """
-    in_file = isinstance(weights, EncoderWeights)
-    stored = weights.stored if isinstance(weights, EncoderWeights) else weights.read
+    stored = weights.stored
     shapes: dict[str, tuple[int, ...]] = dict(weights.spec.tensors())
     total = 4 * sum(map(prod, (*shapes.values(), weights.projection_shape or (0,))))
     done = 0
@@ -79,7 +80,7 @@ def fingerprint(
         digest: hashlib._Hash, name: str, tensor: torch.Tensor, sources: Sequence[str]
     ) -> None:
         nonlocal done
-        codes = in_file and _are_codes(tensor)
+        codes = _are_codes(tensor)
         facts = [name, tensor.shape, "e4m3"] if codes else [name, tensor.shape]
         digest.update(json.dumps(facts).encode() + b"\n")
         for block in _code_blocks(tensor) if codes else _blocks(tensor):

@@ -21,6 +21,7 @@ from ..encoders import EncoderSpec, T5Spec, spec_from_facts
 from ..encoders.clip import PROJECTION
 from ..errors import FileError, QuantizationError
 from .scales import SMALLEST_SCALE, QuantizedLinear
+from .t5 import is_sound
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,9 @@ class QuantizedTensors(Mapping[str, "Tensor"]):
 
     So of an encoder that is larger than memory one tensor is held at a time. The linears of
     `quantized` (`EncoderWeights.quantized`) that stay FP8 keep their codes, which are views of
-    their file, and their scales; only an input scale that they lack is made of `input_amax`.
+    their file, and their scales; only an input scale that they lack is made of `input_amax`. Those
+    that share an input have one input scale, the largest of theirs: their products are one GEMM,
+    and what the largest holds it holds for all.
     `kept`: all are made now and kept. Making one raises `QuantizationError` for ranges that are
     missing, NaN or infinite. T5's linears in 16 bit are bfloat16, as every engine of it wants them.
     """
@@ -134,6 +137,9 @@ class QuantizedTensors(Mapping[str, "Tensor"]):
                 continue
             for part in ("weight", "weight_scale", "input_scale", "comfy_quant"):
                 self._parts[f"{linear}.{part}"] = (linear, part)
+        fp8 = {linear for linear, precision in structure.items() if precision == "fp8"}
+        groups = (names for i in range(spec.layers) for names in spec.groups(i))
+        self._sharing = {name: [n for n in names if n in fp8] for names in groups for name in names}
         self._shapes = spec.tensors()
         self._scales: dict[str, Tensor] = {}
         self._types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -164,11 +170,14 @@ class QuantizedTensors(Mapping[str, "Tensor"]):
                 self._codes(stem)
             return self._scales[stem]
         if part == "input_scale":
-            own = self._own[stem].input_scale if stem in self._own else None
-            if own is not None:
-                return own
-            return scale_from_amax(self._input_amax.get(stem), stem + " (input)")
+            return torch.stack([self._input_scale(n) for n in self._sharing[stem]]).amax()
         return torch.frombuffer(bytearray(COMFY_FORMAT), dtype=torch.uint8)
+
+    def _input_scale(self, linear: str) -> Tensor:
+        own = self._own[linear].input_scale if linear in self._own else None
+        if own is not None:
+            return own
+        return scale_from_amax(self._input_amax.get(linear), linear + " (input)")
 
     def _codes(self, linear: str) -> Tensor:
         import torch
@@ -319,8 +328,11 @@ def open_quantized(path: Path) -> QuantizedCheckpoint:
             whole = spec.layers * len(replace(spec, layers=1).linears()) == len(structure)
             if not whole or structure.keys() != spec.linears().keys():
                 raise ValueError("its structure does not name every linear")
-            if not set(structure.values()) <= {"fp8", "16bit"} or facts["body"] not in _BODIES:
+            bodies = _BODIES[1:] if isinstance(spec, T5Spec) else _BODIES  # T5 overflows fp16
+            if not set(structure.values()) <= {"fp8", "16bit"} or facts["body"] not in bodies:
                 raise ValueError("its precision is unknown")
+            if isinstance(spec, T5Spec) and not is_sound(spec):
+                raise ValueError("its spec cannot be computed")
             expected = _expected_tensors(spec, structure)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(path, f"has unreadable Octavo metadata ({error})", remedy) from error

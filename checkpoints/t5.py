@@ -61,6 +61,20 @@ class T5Layout:
 
 
 LAYOUT = T5Layout()
+_MOST = 2**31 - 1  # tokens apart
+
+
+def is_sound(spec: T5Spec) -> bool:
+    """Whether what no tensor tells (and a note or config may say anything of) can be computed."""
+    return (
+        spec.activation in ("gelu_tanh", "relu")
+        and type(spec.gated) is type(spec.bias_per_layer) is bool
+        and type(spec.norm_eps) is float
+        and 0 < spec.norm_eps < 1
+        and type(spec.max_distance) is int
+        # The logarithmic buckets begin where a quarter of all ends.
+        and spec.buckets // 4 < spec.max_distance <= _MOST
+    )
 
 
 def spec_of(file: WeightsFile, prefix: str, layers: int) -> T5Spec:

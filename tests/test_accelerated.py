@@ -565,3 +565,19 @@ def test_an_interrupt_while_waking_is_tried_again(make, monkeypatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         encoder.encode(prompt())
     assert torch.equal(encoder.encode(prompt())[1], want)
+
+
+def test_sets_too_large_to_keep_are_made_again(make, host, tensors, monkeypatch) -> None:
+    monkeypatch.setattr(AcceleratedEncoder, "_sets_bytes", lambda self: module.KEPT_BYTES + 1)
+    encoder = make()
+    base = encoder.encode(prompt())[1]
+    sets = [{**tensors, FC1: tensors[FC1] * factor} for factor in (1.5, 2.0)]
+    results = {}
+    for number in (0, 1, 0):
+        patched = Patched(number, sets[number].__getitem__)
+        got = encoder.encode(prompt(), None, patched)[1]
+        assert torch.equal(encoder.encode(prompt(), None, patched)[1], got)
+        assert torch.equal(results.setdefault(number, got), got)
+        assert not encoder._sets
+    assert not torch.equal(results[0], results[1]) and host.calls == 0
+    assert torch.equal(encoder.encode(prompt())[1], base)

@@ -70,11 +70,11 @@ VERIFY = {
                 "prompts": int,
             },
             "judge": str,
+            "floor": {"token_mean": float, "token_min": float, "pooled": float},
             "shortfall": (str, type(None)),
             "passed": bool,
         }
     ],
-    "floor": {"token_mean": float, "token_min": float, "pooled": float},
 }
 CACHE_LIST = {
     "root": str,

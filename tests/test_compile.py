@@ -31,6 +31,7 @@ from octavo.errors import (
     Cancelled,
     EngineUnavailable,
     FileError,
+    QuantizationError,
     SimilarityError,
 )
 from octavo.recipes import Floor, load_recipe
@@ -560,6 +561,13 @@ def test_under_the_floor(tmp_path: Path) -> None:
         path, recipe=load_recipe("fp8").with_options(None, 8), cache=EngineCache(cache)
     )
     assert verified.shortfall and not verified.facts()["passed"]
+
+
+def test_a_token_table_that_is_no_tokenizers(tmp_path: Path) -> None:
+    model = save(tmp_path / "x.safetensors", tiny_tensors(replace(TINY, vocabulary=49407)))
+    with pytest.raises(QuantizationError, match=r"embeddings for 49407 tokens .* 49408 are needed"):
+        build(model, cache=tmp_path / "cache")
+    assert artifacts(tmp_path / "cache", "checkpoints") == []
 
 
 def test_the_last_recipe_names_pytorch(

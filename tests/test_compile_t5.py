@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,25 @@ from octavo.checkpoints.quantized import QuantizedTensors, open_quantized, quant
 from octavo.checkpoints.writing import write_safetensors
 from octavo.compile import (
     T5_SAMPLE,
+    Progress,
     checkpoint_key,
     engine_tensors,
+    fingerprint_of,
     longest,
+    make_checkpoint,
     plan_key,
     sample,
     verify,
 )
 from octavo.encoders import T5Spec
 from octavo.engine_cache import EngineCache
-from octavo.errors import FileError, OctavoBug, SimilarityError
+from octavo.errors import (
+    CacheError,
+    FileError,
+    OctavoBug,
+    QuantizationError,
+    SimilarityError,
+)
 from octavo.recipes import load_recipe
 from octavo.seeded import T5_TINY, T5_XXL, UMT5_XXL, seeded_tensors
 from pipeline import Recorder, artifacts, build, one_thread, save  # noqa: F401 - a fixture
@@ -109,6 +119,7 @@ def test_a_checkpoint_is_a_model_file_too(built, tmp_path: Path) -> None:
     again = build(stored, cache=tmp_path / "cache", report=report)
     assert "calibrating" not in report.phases and "quantizing" not in report.phases
     assert artifacts(tmp_path / "cache", "checkpoints")[0].read_bytes() == stored.read_bytes()
+    assert again.encoders[0].noted and not result.encoders[0].noted  # measured then, not now
     assert again.encoders[0].engines[0].key == result.encoders[0].engines[0].key
 
 
@@ -117,6 +128,7 @@ def test_verify_takes_every_prompt(built) -> None:
     (found,) = verify(model, recipe=FP8.with_options(prompts=8), cache=EngineCache(cache))
     assert found.similarity["prompts"] == len(prompts.load_tokens("held_out", "t5")) == 48
     assert found.shortfall is None
+    assert found.facts()["floor"] == asdict(FP8.of(SPEC).floor)  # T5's own
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-mixed", "bf16"])
@@ -270,6 +282,72 @@ def test_a_file_that_changes_during_the_job_is_not_stored(tmp_path: Path) -> Non
     with pytest.raises(FileError, match="changed while it was being"):
         build(model, cache=tmp_path / "cache", report=change)
     assert artifacts(tmp_path / "cache", "checkpoints") == []
+
+
+def test_live_weights_that_change_as_they_are_written_are_not_stored(tmp_path: Path) -> None:
+    """T5's tensors are read once more for the file, after everything was measured."""
+    tensors = tensors_of()
+
+    class Live:
+        name, spec, projection_shape = "live", SPEC, None
+        read = staticmethod(tensors.__getitem__)
+
+    def change(event: Progress) -> None:
+        if event.phase == "writing the FP8 checkpoint":
+            tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"].mul_(2)
+
+    content, cache = fingerprint_of(Live()), EngineCache(tmp_path)
+    with pytest.raises(FileError, match="live: changed while it was being quantized"):
+        make_checkpoint(Live(), content, FP8.with_options(prompts=8), cache, change)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, report = save(tmp_path / "t5.safetensors", tensors_of()), Recorder()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_000_000))
+    with pytest.raises(CacheError, match=r"full: 2\.0 of the 2\.3 MB needed are left; free some"):
+        build(model, cache=tmp_path / "cache", report=report)
+    assert report.phases == ["reading"]
+    assert list((tmp_path / "cache" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", [".q", ".k", "0.SelfAttention.o"])
+def test_an_fp8_file_of_some_linears(kept: str, tmp_path: Path) -> None:
+    """The rest is quantized; q, k and v, which are one GEMM, get along all the same."""
+    source = tensors_of()
+    part = {n: t for n, t in source.items() if n.removesuffix(".weight").endswith(kept)}
+    tensors = {**source, **scaled_fp8(part, inputs=True)}
+    result = build(save(tmp_path / "t5.safetensors", tensors), cache=tmp_path / "cache")
+    checkpoint = open_quantized(result.encoders[0].checkpoint.path)
+    for name in part:
+        stem = name.removesuffix(".weight")
+        assert torch.equal(checkpoint.read(name).view(torch.uint8), tensors[name].view(torch.uint8))
+        assert checkpoint.read(stem + ".weight_scale") == tensors[stem + ".scale_weight"]
+        assert checkpoint.read(stem + ".input_scale") >= tensors[stem + ".scale_input"]
+    assert not result.encoders[0].noted
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2])
+def test_a_token_table_without_the_end_token(vocabulary: int, tmp_path: Path) -> None:
+    model = save(tmp_path / "t5.safetensors", tensors_of(replace(SPEC, vocabulary=vocabulary)))
+    if vocabulary == 2:
+        assert build(model, cache=tmp_path / "cache").encoders
+        return
+    with pytest.raises(QuantizationError, match="t5: it has embeddings for 1 tokens where at l"):
+        build(model, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_scales_that_overflow_fp32_are_told_as_what_they_are(inputs: bool, tmp_path: Path) -> None:
+    tensors = scaled_fp8(tensors_of(), inputs)
+    for name in [n for n in tensors if n.endswith((".q.scale_weight", ".k.scale_weight"))]:
+        tensors[name] = torch.tensor(1e30)
+    model = save(tmp_path / "t5.safetensors", tensors)
+    with pytest.raises(QuantizationError, match=r"t5: its weights overflow even in FP32 .* scales"):
+        build(model, cache=tmp_path / "cache")
 
 
 def test_the_reference_of_the_job_is_the_whole_encoders(built) -> None:

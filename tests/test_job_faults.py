@@ -411,7 +411,9 @@ def test_really_full_disk(mounted: Callable[..., Path], tiny: Path, cache: Path)
     done = octavo(*arguments)  # nor does the checkpoint
     assert done.returncode == 2
     said = complaint(done.stderr)
-    assert "the disk is full; free some space, or set OCTAVO_CACHE to another disk" in said
+    assert "the disk is full: " in said
+    assert said.endswith("left; free some space, or set OCTAVO_CACHE to another disk.")
+    assert "calibrating" not in done.stderr  # it was told before the work
     assert artifacts(full, "checkpoints") == [] and partial_files(place) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from octavo.checkpoints import detect, fingerprint
 from octavo.checkpoints.quantized import check_scales, metadata, open_quantized, quantized_tensors
-from octavo.errors import QuantizationError
+from octavo.errors import FileError, QuantizationError
 from safetensors.torch import save_file
 
 E4M3 = torch.float8_e4m3fn
@@ -25,6 +25,11 @@ def made(weights, amax, **structure):
     return linears, tensors
 
 
+def sharing(spec):
+    """All linears, those together that share an input."""
+    return [names for i in range(spec.layers) for names in spec.groups(i)]
+
+
 def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
@@ -35,6 +40,9 @@ def bits(tensor):
 def test_codes_and_scales_are_the_files_own(name, inputs, kind, tmp_path):
     make, spec = KINDS[kind]
     c = f.coded(make(), spec.linears(), inputs=inputs and name != "plain")
+    if c.input_scales:
+        for names in sharing(spec):
+            c.input_scales.update(dict.fromkeys(names, c.input_scales[names[0]]))
     if name == "plain":
         c = f.Codes(c.codes, {}, {}, c.rest)
     tensors = f.legacy(c) if name == "legacy" else f.without_notes(c)
@@ -49,7 +57,7 @@ def test_codes_and_scales_are_the_files_own(name, inputs, kind, tmp_path):
     for rest, tensor in c.rest.items():
         assert torch.equal(found.get(rest, tensor), tensor), rest
 
-    facts = {"spec": spec.facts(), "structure": structure, "body": "float16"}
+    facts = {"spec": spec.facts(), "structure": structure, "body": "bfloat16"}
     save_file(dict(found), tmp_path / "c.safetensors", metadata(facts))
     checkpoint = open_quantized(tmp_path / "c.safetensors")
     check_scales(checkpoint)
@@ -62,6 +70,24 @@ def test_codes_and_scales_are_the_files_own(name, inputs, kind, tmp_path):
     assert detected.is_octavo and again.spec == spec and again.dtype == "fp8"
     if c.input_scales:  # the same codes and scales are the same encoder, whoever wrote them
         assert fingerprint(again).body == fingerprint(weights).body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears_that_share_an_input_have_the_largest_of_their_scales(kind, tmp_path):
+    """One GEMM holds one, and whatever a smaller one holds the largest holds too."""
+    make, spec = KINDS[kind]
+    c = f.coded(make(), spec.linears())
+    first, *_, last = sharing(spec)[0]
+    del c.input_scales[last]  # calibrated: 0.5, the largest of the three
+    (weights,) = detect(p.write(tmp_path / "x.safetensors", f.comfy_quant(c))).encoders
+    _, found = made(weights, {last: torch.tensor(448 * 0.5)})
+    own = {last: 0.5, **c.input_scales}
+    assert len({own[n] for n in sharing(spec)[0]}) > 1
+    for names in sharing(spec):
+        scales = {found[n + ".input_scale"].item() for n in names}
+        assert scales == {max(own[n] for n in names)}
+    _, apart = made(weights, {}, **{last: "16bit"})  # which is no part of that GEMM
+    assert apart[first + ".input_scale"].item() < 0.5
 
 
 def test_a_missing_input_scale_is_never_made_up(tmp_path):
@@ -82,6 +108,20 @@ def test_linears_that_the_recipe_keeps_in_16_bit_are_dequantized(tmp_path):
     assert kept + ".weight_scale" not in found
 
 
+UNSOUND_T5 = [
+    ("norm_eps", float("nan")),
+    ("norm_eps", -1.0),
+    ("norm_eps", "x"),
+    ("norm_eps", 0),
+    ("activation", "swish"),
+    ("activation", ["relu"]),
+    ("max_distance", 3),
+    ("max_distance", 64.5),
+    ("max_distance", True),
+    ("max_distance", 10**400),
+]
+
+
 @pytest.mark.parametrize("max_distance", [128, 64])
 def test_octavos_own_t5_tells_what_tensors_cannot(max_distance, tmp_path):
     spec = replace(p.SMALL_T5, activation="relu", max_distance=max_distance, norm_eps=1e-5)
@@ -92,6 +132,16 @@ def test_octavos_own_t5_tells_what_tensors_cannot(max_distance, tmp_path):
     assert open_quantized(path).spec == spec
     (weights,) = detect(path).encoders
     assert (weights.spec, weights.dtype) == (spec, "fp16")
+    for fact, value in UNSOUND_T5:
+        said = {**facts, "spec": {**spec.facts(), fact: value}}
+        save_file(p.t5_canonical(), path, metadata(said))
+        assert detect(path).encoders[0].spec == p.SMALL_T5  # by rule
+        with pytest.raises(FileError, match="unreadable Octavo metadata"):
+            open_quantized(path)
+    fp16 = metadata({**facts, "body": "float16"})  # which T5 overflows
+    save_file(p.t5_canonical(), path, fp16)
+    with pytest.raises(FileError, match="unreadable Octavo metadata"):
+        open_quantized(path)
     lying = {**facts, "spec": {**spec.facts(), "layers": 4}}  # not these tensors': not believed
     save_file(p.t5_canonical(), path, metadata(lying))
     assert detect(path).encoders[0].spec == p.SMALL_T5

@@ -238,7 +238,12 @@ CONFIGS = {
     "erf": ({"feed_forward_proj": "gated-silu"}, UnsupportedEncoder, "feed-forward 'gated-silu'"),
     "another model": ({"model_type": "longt5"}, UnsupportedEncoder, "its encoder is a 'longt5'"),
     "epsilon": ({"layer_norm_epsilon": "small"}, FileError, "no sound layer_norm_epsilon"),
-    "distance": ({"relative_attention_max_distance": 8}, FileError, "no sound relative_attention"),
+    "distance": ({"relative_attention_max_distance": 8}, FileError, "no sound layer_norm_epsilon"),
+    "a huge distance": (
+        {"relative_attention_max_distance": 10**400},
+        FileError,
+        "or relative_attention_max_distance",
+    ),
 }
 
 
@@ -252,6 +257,29 @@ def test_a_config_that_does_not_fit(fault, tmp_path):
     assert type(caught.value) is kind and said in caught.value.fault
     if fault in ("other sizes", "not gated"):  # beside a file that was named it means nothing
         assert detect(path).encoders[0].spec == p.SMALL_T5
+
+
+def test_an_override_that_concerns_no_encoder_is_refused(tmp_path):
+    path = p.write(tmp_path / "x.safetensors", p.t5_canonical())
+    with pytest.raises(FileError, match="no CLIP, which alone"):
+        detect(path, activation="gelu")
+    with pytest.raises(FileError, match="no CLIP, which alone"):
+        detect(path, heads=4)
+    both = {**p.t5("text_encoders.t5xxl.transformer."), **p.canonical()}
+    found = {e.spec.activation for e in detect(p.write(path, both), activation="gelu").encoders}
+    assert found == {"gelu", "gelu_tanh"}
+
+
+def test_more_buckets_than_distances_need_a_config(tmp_path):
+    """Half of the buckets of each direction is for one distance each, the rest for those beyond."""
+    spec = replace(p.SMALL_T5, buckets=512)
+    path = p.write(tmp_path / "model.safetensors", p.t5_canonical(spec))
+    with pytest.raises(FileError, match=r"512 buckets, too many .* up to 128; .*config\.json too"):
+        detect(path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(spec, relative_attention_max_distance=129))
+    )
+    assert detect(tmp_path).encoders[0].spec == replace(spec, max_distance=129)
 
 
 def test_umt5s_config_is_gated_unless_it_says_otherwise(tmp_path):
