@@ -527,7 +527,11 @@ class AcceleratedEncoder:
         """The check prompts, on the host's device."""
         device = self._host.device
         held_out = sample(
-            self._host.spec, read, self._host.projection_shape is not None, CHECK_PROMPTS
+            self._host.spec,
+            read,
+            self._host.projection_shape is not None,
+            CHECK_PROMPTS,
+            t5_tokens=T5_LENGTHS[1],  # what FLUX pads to, and the kernels of long prompts
         )
         return replace(
             held_out,

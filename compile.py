@@ -628,8 +628,10 @@ def sample(
     projection: bool,
     count: int = HELD_OUT_PROMPTS,
     name: Literal["calibration", "held_out"] = "held_out",
+    *,
+    t5_tokens: int = T5_SAMPLE,
 ) -> Sample:
-    """The first `count` prompts of a shipped set, padded as hosts pad them; T5's cut to 77.
+    """The first `count` prompts of a shipped set, padded as hosts pad them; T5's to `t5_tokens`.
 
     Raises `QuantizationError` where the encoder has no embeddings for their tokens.
     """
@@ -646,7 +648,7 @@ def sample(
 
     tokens = prompts.load_tokens(name, tokenizer_of(spec))[:count]
     if isinstance(spec, T5Spec):
-        rows = prompts.padded_t5(tokens, T5_SAMPLE, spec.vocabulary)
+        rows = prompts.padded_t5(tokens, t5_tokens, spec.vocabulary)
     else:
         rows = prompts.padded(tokens, spec.positions, spec.pad_token)
     embeds = embed_tokens(read, rows, spec.token_table)

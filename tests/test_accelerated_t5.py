@@ -123,3 +123,11 @@ def test_resting_frees_and_comes_back(encoder: AcceleratedEncoder) -> None:
     assert encoder.rest() > 0 and encoder.vram_bytes == 0
     assert encoder.resume() and encoder.vram_bytes > 0
     assert torch.equal(encoder.encode(embeds)[1], before)
+
+
+def test_it_is_checked_at_the_length_that_flux_uses(
+    encoder: AcceleratedEncoder, host: CountingHost
+) -> None:
+    held_out = encoder._held_out(host.read)
+    assert held_out.embeds.shape == (module.CHECK_PROMPTS, 256, SPEC.width)
+    assert [len(row) for row in held_out.rows] == [256] * module.CHECK_PROMPTS
