@@ -45,6 +45,7 @@ from .compile import (
     Target,
     engine_tensors,
     fingerprint_of,
+    has_mask,
     longest,
     make_checkpoint,
     make_plan,
@@ -466,10 +467,10 @@ class AcceleratedEncoder:
             self._cache,
             body=recipe.body,
             flavour=name,
-            mask=t5,
             report=self._progress,
         )
-        graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body, mask=t5)
+        mask = has_mask(checkpoint.spec, False)
+        graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body, mask=mask)
         device = self._host.device
 
         def inputs(of: Fp8Weights) -> dict[str, Tensor]:

@@ -135,10 +135,14 @@ def bench(
         if device.type != "cuda":
             result.skipped["everything else"] = "there is no NVIDIA GPU here"
             return result
-        half = _half(host)
-        time_way("half eager", half)
-        time_way("half CUDA graph", half, graph=True)
-        del half
+        try:
+            half = _half(host)
+        except torch.cuda.OutOfMemoryError as error:
+            result.skipped["half eager, half CUDA graph"] = str(error).splitlines()[0]
+        else:
+            time_way("half eager", half)
+            time_way("half CUDA graph", half, graph=True)
+            del half
     if compiled:
         _bench_transformers(host, time_way, result)
     else:

@@ -75,7 +75,13 @@ def _complain(sentence: str) -> None:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out: torch and ONNX Runtime have no class of their own for that."""
-    words = ("can't allocate memory", "bad_alloc", "bad allocation", "Failed to allocate memory")
+    words = (
+        "CUDA out of memory",
+        "can't allocate memory",
+        "bad_alloc",
+        "bad allocation",
+        "Failed to allocate memory",
+    )
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
@@ -112,7 +118,7 @@ def _stoppable() -> Iterator[None]:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="octavo")
 def app() -> None:
-    """FP8 TensorRT engines for CLIP text encoders, built on any machine.
+    """FP8 TensorRT engines for CLIP and T5 text encoders, built on any machine.
 
     \b
     octavo inspect sd_xl_base.safetensors             what is in a file
@@ -185,7 +191,10 @@ _algorithm = click.option(
     "--algorithm", metavar="NAME", help="Calibration: max (default), or mse with NVIDIA ModelOpt."
 )
 _prompts = click.option(
-    "--prompts", type=click.IntRange(1), metavar="N", help="Calibration prompts (recipe: 128)."
+    "--prompts",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Calibration prompts (recipe: 128, T5 64).",
 )
 
 
@@ -247,7 +256,9 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
     "--embed-weights", is_flag=True,
     help="Self-contained plans, weights inside, instead of one small plan per architecture.",
 )  # fmt: skip
-@click.option("--mask", is_flag=True, help="Plans with an attention mask input.")
+@click.option(
+    "--mask", is_flag=True, help="Plans with an attention mask input (T5's always have one)."
+)
 @_encoder
 @_activation
 @click.option(
@@ -297,7 +308,7 @@ def build(
     if not _wrote_json(json_file, result.facts()):
         show_build(result)
         if output is not None:
-            click.echo(f"The FP8 checkpoint is also at {output}")
+            click.echo(f"The checkpoint is also at {output}")
 
 
 @app.command()

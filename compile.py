@@ -310,7 +310,10 @@ def plan_key(
     mask: bool = False,
     checkpoint: str | None = None,
 ) -> PlanKey:
-    """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable`."""
+    """The key of a plan under the TensorRT that is installed; raises `EngineUnavailable`.
+
+    `mask` as for `make_plan`.
+    """
     package = _package(flavour)
     gpu = driver = None
     if flavour == "tensorrt":  # its plans serve the very GPU and driver they were built on
@@ -334,8 +337,16 @@ def plan_key(
     )
 
 
+def has_mask(spec: EncoderSpec, mask: bool) -> bool:
+    """Whether a plan takes a mask: if asked for, and T5's always, since half of its hosts use one.
+
+    So a plan that was built ahead is the one that is looked for at run time.
+    """
+    return mask or isinstance(spec, T5Spec)
+
+
 def _profile_facts(spec: EncoderSpec, mask: bool) -> dict[str, object]:
-    facts: dict[str, object] = {"batch": list(batches_of(spec)), "mask": mask}
+    facts: dict[str, object] = {"batch": list(batches_of(spec)), "mask": has_mask(spec, mask)}
     if isinstance(spec, T5Spec):
         return {**facts, "tokens": list(T5_LENGTHS)}
     return {**facts, "positions": spec.positions}
@@ -909,9 +920,13 @@ def make_plan(
     mask: bool = False,
     report: Report = silent,
 ) -> tuple[Engine, int]:
-    """(the plan for `target`, peak resident bytes of its builder; 0 if it was in the cache)."""
+    """(the plan for `target`, peak resident bytes of its builder; 0 if it was in the cache).
+
+    `mask`: with an attention mask as an input; a T5's has one always.
+    """
     start = time.monotonic()
     spec, structure = checkpoint.spec, checkpoint.structure
+    mask = has_mask(spec, mask)
     key = plan_key(
         spec, structure, body, target.sms,
         flavour=flavour, mask=mask, checkpoint=checkpoint_id if embed else None,

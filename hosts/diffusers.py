@@ -60,7 +60,7 @@ def accelerate(
     components: str | Sequence[str] | None = None,
     recipe: str = "fp8",
     engine: str = "auto",
-    calibration_prompts: Sequence[str] | None = None,
+    calibration_prompts: str | Sequence[str] | None = None,
     floor: Floor | None = None,
     cache: EngineCache | str | os.PathLike[str] | None = None,
     background: bool = False,
@@ -82,6 +82,12 @@ def accelerate(
     load_recipe(recipe)
     if engine not in REQUESTS:
         raise OctavoError(f"engine '{engine}' does not exist; choose one of {', '.join(REQUESTS)}.")
+    if floor is not None and not isinstance(floor, Floor):
+        raise OctavoError(
+            f"floor is {floor!r}, and three cosines are needed; give "
+            "octavo.recipes.Floor(token_mean=0.99, token_min=0.95, pooled=0.99)."
+        )
+    texts = _texts(calibration_prompts)
     if cache is not None and not isinstance(cache, EngineCache):
         cache = EngineCache(Path(cache))
     root = None if cache is None else cache.root
@@ -98,7 +104,7 @@ def accelerate(
             raise OctavoError(f"the pipeline has no text encoder '{name}' loaded; it has {there}.")
         refusal = _refusal(module)
         if refusal is None:
-            tokens = _tokens(pipe, name, module, calibration_prompts)
+            tokens = _tokens(pipe, name, module, texts)
             options = _Options(
                 recipe, engine, tokens, floor, background, root, cache, progress or silent
             )
@@ -199,7 +205,16 @@ def _refusal(module: nn.Module) -> str | None:
     return None if has_own_forward(module) else "its forward is replaced by another library"
 
 
-def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str] | None) -> Rows:
+def _texts(prompts: str | Sequence[str] | None) -> list[str]:
+    """One text or several as a list of them."""
+    found = [prompts] if isinstance(prompts, str) else list(prompts or ())
+    for prompt in found:
+        if not isinstance(prompt, str):
+            raise OctavoError(f"calibration_prompts hold {prompt!r}; they must be texts.")
+    return found
+
+
+def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str]) -> Rows:
     """The user's prompts as rows of token ids, by the pipeline's own tokenizer."""
     if not prompts:
         return ()
@@ -214,7 +229,7 @@ def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str] | No
     spec = tower.spec
     # CLIP's rows are always filled up, T5's as far as the longest of them
     fill = "max_length" if isinstance(spec, ClipSpec) else "longest"
-    rows = tokenizer(list(prompts), padding=fill, truncation=True, max_length=longest(spec))
+    rows = tokenizer(prompts, padding=fill, truncation=True, max_length=longest(spec))
     # Tokens of textual inversion may be gone tomorrow: the last token stands for them, which is
     # CLIP's end token.
     return tuple(tuple(min(int(i), spec.vocabulary - 1) for i in row) for row in rows.input_ids)

@@ -44,8 +44,8 @@ class TextEncoder(io.ComfyNode):  # type: ignore[misc]
                     default="auto",
                     tooltip=(
                         "Where to start: auto and fp8 try FP8 everywhere, fp8-mixed leaves the "
-                        "attention output in 16 bit, bf16 uses no FP8. What misses the similarity "
-                        "floor goes on to the next of them by itself."
+                        "attention output (of T5 the feed-forward's) in 16 bit, bf16 uses no FP8. "
+                        "What misses the similarity floor goes on to the next of them by itself."
                     ),
                 ),
                 io.Combo.Input(

@@ -219,7 +219,7 @@ def test_keys_tell_t5s_apart() -> None:
         for spec in (T5_XXL, UMT5_XXL, replace(T5_XXL, activation="relu"))
         for mask in (False, True)
     }
-    assert len(keys) == 6
+    assert len(keys) == 3  # a T5's plan always has a mask: the one that is looked for at run time
     assert key(replace(T5_XXL, vocabulary=32100)) in keys  # which changes nothing in the graph
     assert longest(T5_XXL) == 1024
 

@@ -62,7 +62,9 @@ def test_links_and_paths_exist(text: str) -> None:
 
 def test_extras_named_in_the_readme_exist() -> None:
     extras = set(PROJECT["project"]["optional-dependencies"])
-    for group in re.findall(r"octavo\[([a-z,]+)\]", README):
+    groups = re.findall(r"\.\[([a-z,]+)\]", README)
+    assert groups
+    for group in groups:
         assert set(group.split(",")) <= extras
 
 

@@ -508,9 +508,18 @@ def test_unknown_options(accelerate: Accelerate) -> None:
         accelerate(pipe, recipe="int4")
     with pytest.raises(OctavoError, match="engine 'openvino' does not exist"):
         accelerate(pipe, engine="openvino")
+    with pytest.raises(OctavoError, match="and three cosines are needed; give"):
+        accelerate(pipe, floor=0.9)
+    with pytest.raises(OctavoError, match="calibration_prompts hold 3; they must be texts"):
+        accelerate(pipe, calibration_prompts=["a cat", 3])
     with pytest.raises(OctavoError, match="give the whole pipeline"):
         accelerate(tiny.clip_text(), calibration_prompts=["a cat"])
     assert not host._registry.get(pipe.text_encoder)
+    one, many = (
+        host._tokens(pipe, "text_encoder", pipe.text_encoder, prompts)
+        for prompts in (host._texts("a cat"), ["a cat"])
+    )
+    assert one == many and len(one) == 1
 
 
 def test_on_a_cpu(accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch) -> None:
