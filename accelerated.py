@@ -36,17 +36,16 @@ from .checkpoints import Fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
 from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
 from .compile import (
-    BATCHES,
     STREAMED_BATCH,
-    T5_BATCHES,
     T5_LENGTHS,
     Report,
     Sample,
     Target,
+    batches_of,
     engine_tensors,
     fingerprint_of,
     has_mask,
-    longest,
+    lengths_of,
     make_checkpoint,
     make_plan,
     sample,
@@ -300,7 +299,7 @@ class AcceleratedEncoder:
             if (
                 embeds.dim() != 3
                 or embeds.shape[0] < 1
-                or not 1 <= embeds.shape[1] <= longest(spec)
+                or not 1 <= embeds.shape[1] <= spec.longest
                 or embeds.shape[2] != spec.width
                 or not embeds.is_floating_point()
                 or embeds.dtype == torch.float64
@@ -458,7 +457,6 @@ class AcceleratedEncoder:
 
         assert name in ("tensorrt_rtx", "tensorrt") and facts.sm is not None
         module = trt.load(name)
-        t5 = isinstance(checkpoint.spec, T5Spec)
         plan, _ = make_plan(
             self._host.name,
             checkpoint,
@@ -489,8 +487,8 @@ class AcceleratedEncoder:
             device=device,
             sha256=None if found is None else found.manifest.sha256,
             runtime_cache=Path(plan.path).with_suffix(""),
-            batches=T5_BATCHES if t5 else BATCHES,
-            lengths=T5_LENGTHS if t5 else None,
+            batches=batches_of(checkpoint.spec),
+            lengths=lengths_of(checkpoint.spec),
         )
         return session, lambda of: session.swap_weights(inputs(of)), plan.key
 

@@ -25,7 +25,6 @@ from .accelerated import AcceleratedEncoder, Hidden
 from .backends.plan_inputs import gemms
 from .backends.torch_ops import ReferenceEncoder, StreamedEncoder
 from .choose import Accepted, ladder, probe_packages
-from .compile import longest
 from .device import Device, probe
 from .encoders import EncoderSpec, T5Spec
 from .encoders.clip import PROJECTION
@@ -358,7 +357,7 @@ def shapes_of(spec: EncoderSpec, wanted: Sequence[Shape] | None) -> list[Shape]:
     """What to time: what was asked for, as far as the encoder goes, or what hosts send."""
     if wanted is None:
         wanted = [(1, 256), (1, 512)] if isinstance(spec, T5Spec) else [(1, 77), (2, 77)]
-    return list(dict.fromkeys((batch, min(tokens, longest(spec))) for batch, tokens in wanted))
+    return list(dict.fromkeys((batch, min(tokens, spec.longest)) for batch, tokens in wanted))
 
 
 def parse_shapes(text: str) -> list[Shape]:

@@ -211,7 +211,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
     """
     from .checkpoints import detect
     from .checkpoints.files import shown
-    from .compile import content_of, encoder_key, longest
+    from .compile import content_of, encoder_key
     from .engine_cache import EngineCache
 
     detected = detect(model, activation=activation)
@@ -223,7 +223,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
                 "family": e.spec.family,
                 "layers": e.spec.layers,
                 "width": e.spec.width,
-                "positions": longest(e.spec),
+                "positions": e.spec.longest,
                 "prefix": e.prefix,
                 "dtype": e.dtype,
                 "key": encoder_key(e.spec, content_of(e, detected, cache, report)),
@@ -581,14 +581,13 @@ def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> Non
 
 def show_build(result: BuildResult) -> None:
     """The table of a build: one row per engine."""
-    from .compile import longest
 
     for built in result.encoders:
         s = built.similarity
         spec = built.encoder.spec
         click.echo(
             f"{built.encoder.name}: {spec.family}, {spec.layers} layers x {spec.width}, "
-            f"{longest(spec)} positions, {built.encoder.dtype}"
+            f"{spec.longest} positions, {built.encoder.dtype}"
         )
         state = "from the cache" if built.checkpoint_cached else "made now"
         size = _size(built.checkpoint.manifest.length)

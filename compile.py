@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 from . import prompts
-from .backends.onnx_ops import LONGEST, PROGRAM_VERSION, Body, Graph, emit
+from .backends.onnx_ops import PROGRAM_VERSION, Body, Graph, emit
 from .checkpoints import (
     Detected,
     EncoderWeights,
@@ -45,6 +45,7 @@ from .checkpoints.quantized import (
 from .checkpoints.writing import refuse_unwritable, whole_file, write_safetensors
 from .device import Device, peak_rss_bytes, trim_memory
 from .encoders import EncoderSpec, T5Spec
+from .encoders.t5 import LONGEST
 from .engine_cache import CheckpointKey, EngineCache, Entry, PlanKey, digest
 from .errors import (
     BuildError,
@@ -168,7 +169,7 @@ class Built:
             "family": spec.family,
             "layers": spec.layers,
             "width": spec.width,
-            "positions": longest(spec),
+            "positions": spec.longest,
             "key": encoder_key(spec, self.fingerprint),
             "checkpoint": {
                 "key": self.checkpoint.manifest.key,
@@ -269,11 +270,6 @@ class _Live:
 
     def sources(self, name: str) -> tuple[str, ...]:
         return (name,)
-
-
-def longest(spec: EncoderSpec) -> int:
-    """The most tokens that a plan of `spec` takes."""
-    return LONGEST if isinstance(spec, T5Spec) else spec.positions
 
 
 def batches_of(spec: EncoderSpec) -> tuple[int, int, int]:
@@ -1009,7 +1005,7 @@ def find_plan(cache: EngineCache, key: PlanKey) -> Entry | None:
 def _profile(
     spec: EncoderSpec, graph: Graph
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    lengths = T5_LENGTHS if isinstance(spec, T5Spec) else (spec.positions,) * 3
+    lengths = lengths_of(spec) or (spec.longest,) * 3
     low, best, high = zip(batches_of(spec), lengths, strict=True)
     profile: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
         "embeds": ((*low, spec.width), (*best, spec.width), (*high, spec.width))

@@ -631,14 +631,13 @@ class Fp8Ops(Ops[Value]):
             y = F.linear(x, matrix.weight, matrix.bias)
             return list(y.chunk(len(matrix.names), dim=-1))
         a = x.view(-1, x.shape[-1])  # [M, K]
+        wide: Tensor | None = None
         if self.simulated:
-            y = (a.float() @ matrix.weight.float().T) * matrix.column_scale
-            y = y if matrix.bias is None else y + matrix.bias
-            y = y.to(self.weights.body).view(*x.shape[:-1], -1)
-            return list(y.chunk(len(matrix.names), dim=-1))
-        exact = _exact_product(a, matrix.weight) if matrix.is_exact(a.shape[0]) else None
-        if exact is not None:
-            y = exact * matrix.column_scale
+            wide = a.float() @ matrix.weight.float().T
+        elif matrix.is_exact(a.shape[0]):
+            wide = _exact_product(a, matrix.weight)
+        if wide is not None:
+            y = wide * matrix.column_scale
             y = (y if matrix.bias is None else y + matrix.bias).to(self.weights.body)
             return list(y.view(*x.shape[:-1], -1).chunk(len(matrix.names), dim=-1))
         a = a.to(E4M3)

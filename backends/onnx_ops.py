@@ -43,7 +43,6 @@ _MASKED = -30000.0  # two of them add up to a finite fp16, and exp() of one is 0
 # T5 has no fp16 there. Any score disappears in it, so a row without keys is the mean of all values;
 # far from the end of bfloat16, for a kernel that scales scores by log2(e).
 _NO_KEY = -1e30
-LONGEST = 1024  # tokens of a T5 plan
 _OPSET = 20
 _HALF_LIMIT = 65504.0
 _WEIGHT_EXPONENT = 10
@@ -289,7 +288,7 @@ class T5OnnxOps(OnnxOps):
         embed: EmbeddedWeights | None,
     ) -> None:
         self._heads, self._head_dim = spec.heads, spec.head_dim
-        super().__init__(structure, spec.linears(), spec.width, body, LONGEST, mask, embed)
+        super().__init__(structure, spec.linears(), spec.width, body, spec.longest, mask, embed)
 
     def _prepare(self, mask: bool) -> None:
         # What leaves an FP8 GEMM. The twin that ONNX Runtime runs rounds nothing.
@@ -444,8 +443,8 @@ def emit(
     """The graph of `spec` with dynamic batch; outputs `hidden_0..L` and `last`, T5 `last` alone.
 
     Inputs: `embeds` [B, S, C], `mask` [B, S] bool if asked for, then every weight unless `embed` is
-    given. CLIP has S = positions, T5 any S up to `LONGEST`; CLIP's `embeds` are in `body`, T5's
-    FP32. `body="float32"` is the twin that ONNX Runtime runs where `body` is bfloat16.
+    given. CLIP has S = positions, T5 any S up to `spec.longest`; CLIP's `embeds` are in `body`,
+    T5's FP32. `body="float32"` is the twin that ONNX Runtime runs where `body` is bfloat16.
     """
     ops = _ops(spec, structure, body, mask, embed)
     hidden, last = encode(ops, spec, "embeds", "mask" if mask else None)

@@ -33,7 +33,6 @@ MIN_SM = (8, 9)  # Ada; the first tensor cores that take E4M3
 # A shape whose states take more runs eagerly: it keeps the GPU busy for longer than Python needs to
 # launch it, and a graph would hold that much memory for good.
 GRAPH_BYTES = 256 << 20
-T5_TOKENS = 1024  # T5 has no positions; beyond, the host's PyTorch answers
 
 Shape = tuple[int, int, bool]  # batch, tokens, whether there is a mask
 
@@ -202,13 +201,12 @@ class TorchFp8Engine:
     # -- one call ---------------------------------------------------------------------------------
 
     def _check(self, embeds: Tensor, mask: Tensor | None) -> None:
-        shape, width = tuple(embeds.shape), self.spec.width
-        limit = T5_TOKENS if isinstance(self.spec, T5Spec) else self.spec.positions
-        fits = len(shape) == 3 and shape[2] == width and 0 < shape[1] <= limit and shape[0] > 0
+        shape, (width, longest) = tuple(embeds.shape), (self.spec.width, self.spec.longest)
+        fits = len(shape) == 3 and shape[2] == width and 0 < shape[1] <= longest and shape[0] > 0
         if not fits or not embeds.is_floating_point():
             raise ValueError(
                 f"embeds are {embeds.dtype} {shape}; this encoder takes floats [batch, 1 to "
-                f"{limit} tokens, {width}]"
+                f"{longest} tokens, {width}]"
             )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape[:2]):
             raise ValueError(

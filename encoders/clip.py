@@ -56,6 +56,11 @@ class ClipSpec:
         return TOKENS
 
     @property
+    def longest(self) -> int:
+        """The most tokens that an engine takes."""
+        return self.positions
+
+    @property
     def biased(self) -> bool:
         """Whether linears and norms have a `.bias`."""
         return True

@@ -17,6 +17,7 @@ TOKENS = "shared.weight"
 FINAL_NORM = "encoder.final_layer_norm"
 PAD_TOKEN = 0
 END_TOKEN = 1
+LONGEST = 1024  # tokens that engines are made for: T5 has no positions to say
 VOCABULARY = 32128  # T5's own; the tokenizer has 32100 of them
 
 _ATTENTION = "layer.0.SelfAttention."
@@ -63,6 +64,11 @@ class T5Spec:
     def token_table(self) -> str:
         """Name of the token embeddings, which stay in the host."""
         return TOKENS
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that an engine takes; beyond, the host's PyTorch answers."""
+        return LONGEST
 
     @property
     def biased(self) -> bool:

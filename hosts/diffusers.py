@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
 from ..choose import REQUESTS, Packages
-from ..compile import Report, longest, silent
+from ..compile import Report, silent
 from ..device import Device
 from ..encoders import ClipSpec, T5Spec
 from ..encoders.clip import PROJECTION
@@ -229,7 +229,7 @@ def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str]) -> 
     spec = tower.spec
     # CLIP's rows are always filled up, T5's as far as the longest of them
     fill = "max_length" if isinstance(spec, ClipSpec) else "longest"
-    rows = tokenizer(prompts, padding=fill, truncation=True, max_length=longest(spec))
+    rows = tokenizer(prompts, padding=fill, truncation=True, max_length=spec.longest)
     # Tokens of textual inversion may be gone tomorrow: the last token stands for them, which is
     # CLIP's end token.
     return tuple(tuple(min(int(i), spec.vocabulary - 1) for i in row) for row in rows.input_ids)

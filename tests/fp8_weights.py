@@ -12,7 +12,7 @@ from octavo import prompts
 from octavo.backends.fp8_ops import Fp8Weights
 from octavo.backends.torch_ops import ReferenceEncoder, embed_tokens
 from octavo.checkpoints.quantized import quantized_tensors
-from octavo.encoders import ClipSpec, T5Spec
+from octavo.encoders import ClipSpec, EncoderSpec, T5Spec
 from octavo.recipes import load_recipe
 from octavo.seeded import TINY, seeded_tensors
 from torch import Tensor, nn
@@ -41,10 +41,11 @@ def prompt_embeds(
     return embed_tokens(tensors.__getitem__, rows)
 
 
-@torch.no_grad()
-def input_amax(spec: ClipSpec, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Largest input of every linear over `count` calibration prompts."""
-    reference, found = ReferenceEncoder(spec, tensors.__getitem__), {}
+def watched(
+    spec: EncoderSpec, tensors: Mapping[str, Tensor]
+) -> tuple[ReferenceEncoder, dict[str, Tensor]]:
+    """(the FP32 reference, the largest input of every linear so far, as it runs)."""
+    reference, found = ReferenceEncoder(spec, tensors.__getitem__), dict[str, Tensor]()
 
     def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         found[name] = torch.maximum(inputs[0].abs().amax(), found.get(name, torch.zeros(())))
@@ -52,6 +53,13 @@ def input_amax(spec: ClipSpec, tensors: Mapping[str, Tensor], count: int) -> dic
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(partial(note, name))
+    return reference, found
+
+
+@torch.no_grad()
+def input_amax(spec: ClipSpec, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Largest input of every linear over `count` calibration prompts."""
+    reference, found = watched(spec, tensors)
     reference(prompt_embeds(spec, tensors, count, "calibration"))
     return found
 
@@ -89,14 +97,7 @@ def t5_checkpoint_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of the checkpoint that `recipe` makes of a T5, ranges from random tokens."""
     structure = load_recipe(recipe).structure(spec.linears())
-    reference, found = ReferenceEncoder(spec, tensors.__getitem__), {}
-
-    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found[name] = torch.maximum(inputs[0].abs().amax(), found.get(name, torch.zeros(())))
-
-    for name, module in reference.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(partial(note, name))
+    reference, found = watched(spec, tensors)
     with torch.no_grad():
         for tokens in (1, 16, 60, 200):
             reference(t5_embeds(spec, tensors, 4, tokens))

@@ -23,7 +23,6 @@ from octavo.compile import (
     checkpoint_key,
     engine_tensors,
     fingerprint_of,
-    longest,
     make_checkpoint,
     plan_key,
     sample,
@@ -221,7 +220,7 @@ def test_keys_tell_t5s_apart() -> None:
     }
     assert len(keys) == 3  # a T5's plan always has a mask: the one that is looked for at run time
     assert key(replace(T5_XXL, vocabulary=32100)) in keys  # which changes nothing in the graph
-    assert longest(T5_XXL) == 1024
+    assert T5_XXL.longest == 1024
 
 
 def test_a_checkpoints_key_holds_t5s_rules() -> None:

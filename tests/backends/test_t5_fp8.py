@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fp8_weights import t5_embeds, t5_weights
 from octavo.backends.fp8_ops import DeviceWeights, Fp8Linear, Fp8Weights
 from octavo.backends.relative_bias import relative_bias, relative_offsets
-from octavo.backends.torch_fp8 import T5_TOKENS, TorchFp8Engine
+from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.encoders import T5Spec
 from octavo.seeded import T5_TINY, seeded_tensors
@@ -128,8 +128,8 @@ def test_masked_keys_do_not_matter() -> None:
 
 
 def test_too_long_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=f"1 to {T5_TOKENS} tokens, 128"):
-        engine(T5_TINY).encode(torch.zeros(1, T5_TOKENS + 1, 128))
+    with pytest.raises(ValueError, match=f"1 to {T5_TINY.longest} tokens, 128"):
+        engine(T5_TINY).encode(torch.zeros(1, T5_TINY.longest + 1, 128))
     assert engine(T5_TINY).encode(torch.randn(1, 500, 128))[1].shape == (1, 500, 128)
 
 

@@ -12,7 +12,6 @@ import onnx
 import pytest
 import torch
 from octavo.backends.onnx_ops import (
-    LONGEST,
     Graph,
     bucket_table,
     emit,
@@ -24,6 +23,7 @@ from octavo.backends.relative_bias import relative_buckets
 from octavo.backends.torch_ops import ReferenceEncoder, StreamedOps
 from octavo.checkpoints.quantized import quantized_tensors, to_fp8
 from octavo.encoders import T5Spec, encode
+from octavo.encoders.t5 import LONGEST
 from octavo.errors import OctavoBug, QuantizationError
 from octavo.recipes import load_recipe
 from octavo.seeded import OVERFLOW, T5_TINY, seeded_tensors

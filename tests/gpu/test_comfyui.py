@@ -45,14 +45,20 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-@pytest.mark.parametrize("family", FASTER)
-def test_comfyui_on_a_gpu(measured: Any, family: str) -> None:
+def served(measured: Any, family: str) -> Any:
+    """What was measured of `family`, which an engine served and served right."""
     found = measured[family]
     print(json.dumps(found, indent=1))
     assert all(not why for why in found["why_host"].values()), found["why_host"]
     for values in (found["similarity"], found["lora_similarity"]):
         assert values["token_mean"] >= 0.99 and values["token_min"] >= 0.95
         assert values["pooled"] >= 0.99
+    return found
+
+
+@pytest.mark.parametrize("family", FASTER)
+def test_comfyui_on_a_gpu(measured: Any, family: str) -> None:
+    found = served(measured, family)
     assert found["lora_effect"] < found["lora_similarity"]["token_mean"] - 0.01
     assert found["lora_same"] and found["none_same"] and found["stable"]
     assert found["same_after_unload"]
@@ -70,12 +76,7 @@ def test_comfyui_on_a_gpu(measured: Any, family: str) -> None:
 @pytest.mark.parametrize("family", ["flux", "flux_fp8"])
 def test_flux_on_a_gpu(measured: Any, family: str) -> None:
     """T5-XXL from a 16-bit file and from one that is FP8 already."""
-    found = measured[family]
-    print(json.dumps(found, indent=1))
-    assert all(not why for why in found["why_host"].values()), found["why_host"]
-    for values in (found["similarity"], found["lora_similarity"]):
-        assert values["token_mean"] >= 0.99 and values["token_min"] >= 0.95
-        assert values["pooled"] >= 0.99
+    found = served(measured, family)
     assert found["lora_effect"] < found["lora_similarity"]["token_mean"] - 0.005
     assert found["lora_same"] and found["none_same"]
     assert found["own_codes"] is (True if family == "flux_fp8" else None)
