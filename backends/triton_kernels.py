@@ -155,6 +155,34 @@ def _add_norm(
         tl.store(normed + row * C + column, y, inside)
 
 
+@triton.jit
+def _place(tokens, heads, QUERIES: tl.constexpr):
+    """(block of queries, head, row of the prompt's token 0) of this program."""
+    blocks = tl.cdiv(tokens, QUERIES)
+    block = tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks) % heads
+    first = (tl.program_id(0) // blocks // heads).to(tl.int64) * tokens
+    return block, head, first
+
+
+@triton.jit
+def _keys(k, v, begin, depth, inside):
+    """Keys [D, KEYS] and values [KEYS, D] of the rows that begin at `begin`; 0 if not `inside`."""
+    key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)
+    value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)
+    return key, value
+
+
+@triton.jit
+def _weighed(score, value, top, total, acc):
+    """(top, total, acc) with one more block of keys; its scores are [QUERIES, KEYS] (Dao 2023)."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp2(score - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.sum(weight, 1)
+    return higher, total, tl.dot(weight.to(value.dtype), value, acc * shrink[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _attention(
     q, k, v, mask, scale, out, tokens, heads, stride, softmax_scale,
@@ -167,10 +195,7 @@ def _attention(
     """
     if PDL:
         gdc_wait()
-    blocks = tl.cdiv(tokens, QUERIES)
-    block = tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks) % heads
-    first = (tl.program_id(0) // blocks // heads).to(tl.int64) * tokens  # row of token 0
+    block, head, first = _place(tokens, heads, QUERIES)
     row = block * QUERIES + tl.arange(0, QUERIES)
     depth = tl.arange(0, D)
     at = q + (first + row)[:, None] * stride + head * D + depth[None, :]
@@ -182,20 +207,14 @@ def _attention(
         key_row = start + tl.arange(0, KEYS)
         inside = key_row < tokens
         begin = (first + key_row) * stride + head * D
-        key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)  # [D, KEYS]
-        value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)  # [KEYS, D]
+        key, value = _keys(k, v, begin, depth, inside)
         score = tl.dot(query, key) * softmax_scale
         allowed = (key_row[None, :] <= row[:, None]) & inside[None, :]
         if MASKED:
             allowed = allowed & (tl.load(mask + first + key_row, inside, 0) != 0)[None, :]
         # Finite, so that a block of keys without an allowed one leaves no NaN behind.
         score = tl.where(allowed, score, -1e30)
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None])
-        top = higher
+        top, total, acc = _weighed(score, value, top, total, acc)
     if PDL:
         gdc_launch_dependents()
     y = (acc / total[:, None]).to(query.dtype)
@@ -219,10 +238,7 @@ def _biased_attention(
     """
     if PDL:
         gdc_wait()
-    blocks = tl.cdiv(tokens, QUERIES)
-    block = tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks) % heads
-    first = (tl.program_id(0) // blocks // heads).to(tl.int64) * tokens  # row of token 0
+    block, head, first = _place(tokens, heads, QUERIES)
     row = block * QUERIES + tl.arange(0, QUERIES)
     depth = tl.arange(0, D)
     at = q + (first + row)[:, None] * stride + head * D + depth[None, :]
@@ -239,8 +255,7 @@ def _biased_attention(
         key_row = start + tl.arange(0, KEYS)
         inside = key_row < tokens
         begin = (first + key_row) * stride + head * D
-        key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)  # [D, KEYS]
-        value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)  # [KEYS, D]
+        key, value = _keys(k, v, begin, depth, inside)
         there = inside[None, :] & (row < tokens)[:, None]
         bias = tl.load(middle + key_row[None, :] - row[:, None], there, 0.0)
         score = tl.dot(query, key) * factor + bias * log2_e
@@ -248,12 +263,7 @@ def _biased_attention(
             allowed = tl.load(mask + first + key_row, inside, 0) != 0
             score = tl.where(allowed[None, :], score, -1e30)
         score = tl.where(inside[None, :], score, -2e30)
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None])
-        top = higher
+        top, total, acc = _weighed(score, value, top, total, acc)
     if PDL:
         gdc_launch_dependents()
     y = acc / total[:, None]
