@@ -242,7 +242,7 @@ def fingerprint_of(source: Source, report: Report = silent) -> Fingerprint:
 
 
 class _Live:
-    """Live weights as `checkpoints.fingerprint` wants them: on the CPU."""
+    """Live weights as `checkpoints.fingerprint` wants them, on whatever device they lie."""
 
     def __init__(self, source: Source) -> None:
         self.spec, self.projection_shape, self.label = (
@@ -260,7 +260,7 @@ class _Live:
         found: Tensor = (self._source.stored if self._in_codes else self._source.read)(name)
         if found.dtype == torch.float8_e4m3fn and not self._in_codes:
             found = found.half()  # values, which are what such a source has
-        return found.detach().cpu()
+        return found.detach()
 
     def side(self, name: str) -> tuple[str, Tensor]:
         if not self._in_codes:

@@ -21,7 +21,7 @@ from .files import FileIdentity, WeightsFile
 from .fingerprint import Fingerprint
 
 _LOG = logging.getLogger(__name__)
-_SCHEMA = 2  # raise it when canonical names, recognition or the digest change
+_SCHEMA = 3  # raise it when canonical names, recognition or the digest change
 _MAX_ENTRIES = 256
 _MAX_BYTES = 4 * 1024 * 1024
 # The rule of git's index: a file written so shortly before it was read may have been written again
