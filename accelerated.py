@@ -34,7 +34,16 @@ from .backends.torch_fp8 import TorchFp8Engine
 from .backends.torch_ops import StreamedEncoder, embed_tokens
 from .checkpoints import Fingerprint
 from .checkpoints.quantized import QuantizedCheckpoint, open_quantized
-from .choose import EngineName, Packages, Rejected, chosen, ladder, probe_packages
+from .choose import (
+    VARIABLE,
+    EngineName,
+    Packages,
+    Rejected,
+    chosen,
+    ladder,
+    probe_packages,
+    requested,
+)
 from .compile import (
     STREAMED_BATCH,
     T5_LENGTHS,
@@ -222,7 +231,8 @@ class AcceleratedEncoder:
     ) -> None:
         self._host = host
         self._recipe = load_recipe(recipe).of(host.spec)
-        self._request = os.environ.get("OCTAVO_ENGINE", "auto") if engine == "auto" else engine
+        self._engine, self._variable = engine, os.environ.get(VARIABLE)
+        self._request = "auto"  # what they come to, once prepared
         self._floor = floor
         self._cache = cache or EngineCache()
         self._background = background
@@ -331,6 +341,7 @@ class AcceleratedEncoder:
             return self.report()
 
     def _prepare(self) -> None:
+        self._request = requested(self._engine, self._variable)
         forced = self._request not in ("auto", "fastest")
         facts = self._facts or probe(self._host.device)
         packages = self._packages or probe_packages()

@@ -19,6 +19,7 @@ from .trt import Installed, Missing
 EngineName = Literal["tensorrt_rtx", "tensorrt", "torch_fp8", "host"]
 ORDER: tuple[EngineName, ...] = ("tensorrt_rtx", "tensorrt", "torch_fp8", "host")
 REQUESTS = ("auto", "fastest", *ORDER)
+VARIABLE = "OCTAVO_ENGINE"  # of the environment; says what "auto" is
 
 # NVIDIA's documented minimum drivers for the CUDA a wheel is built against (TensorRT 11.4 docs).
 _MINIMUM_DRIVER = {"cu13": 580, "cu12": 535}
@@ -118,12 +119,27 @@ def _driver_refusal(device: Device, package: Installed) -> str | None:
     )
 
 
+def requested(engine: str, variable: str | None) -> str:
+    """One of `REQUESTS`: `engine`, or for "auto" the value of `VARIABLE`, if it has one.
+
+    Raises OctavoError where that does not exist.
+    """
+    if engine != "auto" or not variable:
+        if engine not in REQUESTS:
+            known = ", ".join(REQUESTS)
+            raise OctavoError(f"engine '{engine}' does not exist; choose one of {known}.")
+        return engine
+    if variable not in REQUESTS:
+        raise OctavoError(
+            f"{VARIABLE}: the engine '{variable}' does not exist; unset it or set it to one of "
+            f"{', '.join(REQUESTS)}."
+        )
+    return variable
+
+
 def chosen(decisions: Sequence[Decision], request: str = "auto") -> list[EngineName]:
     """The engines to try, in order. A forced engine is the only one; raises if it cannot serve."""
-    if request not in REQUESTS:
-        raise OctavoError(
-            f"engine '{request}' does not exist; choose one of {', '.join(REQUESTS)}."
-        )
+    request = requested(request, None)
     if request in ("auto", "fastest"):
         return [d.engine for d in decisions if isinstance(d, Accepted)]
     for decision in decisions:

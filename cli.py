@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from .errors import Cancelled, FileError, OctavoError, SimilarityError
 
 if TYPE_CHECKING:
     from .compile import BuildResult, Progress, Report
+    from .engine_cache import EngineCache
 
 EXIT_SIMILARITY, EXIT_ERROR, EXIT_CANCELLED = 1, 2, 130
 
@@ -134,8 +136,10 @@ def app() -> None:
 JSON_REMEDY = "free some space or give --json another FILE"
 
 
-def _check_json(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+def _check_json(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuse a file that cannot be written before the work whose result it should hold."""
+    if value == "":
+        raise _empty(param)
     if value not in (None, "-"):
         from .checkpoints.writing import refuse_unwritable
 
@@ -171,10 +175,28 @@ _json = click.option(
     "--json", "json_file", metavar="FILE", callback=_check_json,
     help="Write the result as JSON; '-' for standard output.",
 )  # fmt: skip
-_cache = click.option(
-    "--cache", "cache_dir", metavar="DIR", type=click.Path(path_type=Path), help="Cache folder."
-)
-_model = click.argument("model", type=click.Path(path_type=Path))
+
+
+def _empty(param: click.Parameter | None) -> OctavoError:
+    name = param.opts[0] if isinstance(param, click.Option) else "MODEL"
+    other = "" if param is None or param.required else ", or leave it out"
+    return OctavoError(f"{name} is empty; name a file or folder{other}.")
+
+
+class _Place(click.Path):
+    """A path. An empty one, as of an unset variable of a script, would be the current folder."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        if value == "":
+            raise _empty(param)
+        return super().convert(value, param, context)
+
+
+_PLACE = _Place(path_type=Path)
+_cache = click.option("--cache", "cache_dir", metavar="DIR", type=_PLACE, help="Cache folder.")
+_model = click.argument("model", type=_PLACE)
 _encoder = click.option(
     "--encoder", "encoders", multiple=True, metavar="NAME",
     help="Only this encoder of the file, by name or family; repeatable. Default: all.",
@@ -198,6 +220,15 @@ _prompts = click.option(
 )
 
 
+def _opened(cache_dir: Path | None) -> EngineCache:
+    """The cache, before any work. Raises CacheError where it cannot be."""
+    from .engine_cache import EngineCache
+
+    store = EngineCache(cache_dir)
+    store.refuse_impossible()
+    return store
+
+
 @app.command()
 @_model
 @_activation
@@ -212,10 +243,9 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
     from .checkpoints import detect
     from .checkpoints.files import shown
     from .compile import content_of, encoder_key
-    from .engine_cache import EngineCache
 
     detected = detect(model, activation=activation)
-    cache = EngineCache(cache_dir)
+    cache = _opened(cache_dir)
     with _progress(json_file) as report:
         found = [
             {
@@ -267,7 +297,7 @@ def inspect(model: Path, activation: Any, cache_dir: Path | None, json_file: str
 )  # fmt: skip
 @_cache
 @click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE",
+    "--output", type=_PLACE, metavar="FILE",
     help="Also write the FP8 checkpoint here, in ComfyUI's comfy_quant layout.",
 )  # fmt: skip
 @_json
@@ -293,7 +323,6 @@ def build(
     run is served from the cache.
     """
     from . import compile as compiler
-    from .engine_cache import EngineCache
     from .recipes import load_recipe
     from .trt.gpus import gpu_from_name
 
@@ -301,7 +330,7 @@ def build(
     named = [gpu_from_name(name) for name in gpus]
     with _progress(json_file) as report:
         result = compiler.build(
-            model, named, recipe=recipe, cache=EngineCache(cache_dir), portable=portable,
+            model, named, recipe=recipe, cache=_opened(cache_dir), portable=portable,
             embed_weights=embed_weights, encoders=encoders, output=output, activation=activation,
             flavour=flavour, mask=mask, report=report,
         )  # fmt: skip
@@ -336,13 +365,12 @@ def verify(
     floor.
     """
     from . import compile as compiler
-    from .engine_cache import EngineCache
     from .recipes import load_recipe
 
     recipe = load_recipe(recipe_name).with_options(algorithm, prompts)
     with _progress(json_file) as report:
         results = compiler.verify(
-            model, recipe=recipe, cache=EngineCache(cache_dir), encoders=encoders,
+            model, recipe=recipe, cache=_opened(cache_dir), encoders=encoders,
             activation=activation, report=report,
         )  # fmt: skip
     short = [f"{r.name}: {r.shortfall}" for r in results if r.shortfall]
@@ -364,7 +392,7 @@ def verify(
 
 
 @app.command()
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", required=False, type=_PLACE)
 @click.option(
     "--seeded", type=click.Choice(["clip_l", "clip_h", "clip_g", "t5_xxl", "umt5_xxl"]),
     default="clip_l",
@@ -389,16 +417,17 @@ def bench(
     """Time every engine that can serve here beside ComfyUI's way, half precision and torch.compile.
 
     Medians in milliseconds, in one process; the last columns are floors: the FP8 GEMMs alone, and
-    reading the weights once.
+    reading the weights once. A MODEL that is FP8 already is widened to FP32 in memory, four bytes
+    a value, and quantized anew: its engines take the same time, its similarity is not the file's.
     """
     from . import bench as bench_module
-    from .engine_cache import EngineCache
 
     wanted = None if shapes is None else bench_module.parse_shapes(shapes)
+    store = _opened(cache_dir)
     results = [
         bench_module.bench(
             host, bench_module.shapes_of(host.spec, wanted),
-            cache=EngineCache(cache_dir), repeats=repeats, compiled=compiled,
+            cache=store, repeats=repeats, compiled=compiled,
             say=lambda text: click.echo(text, err=True),
         )
         for host in _bench_hosts(model, seeded, encoders)
@@ -429,6 +458,13 @@ def _bench_hosts(model: Path | None, seeded: str, encoders: tuple[str, ...]) -> 
     from .compile import select
 
     for encoder in select(detect(model), encoders):
+        if encoder.quantized:
+            values = sum(math.prod(linear.shape) for linear in encoder.quantized.values())
+            click.echo(
+                f"{encoder.name}: its FP8 weights are widened to FP32 ({_size(4 * values)}) and "
+                "quantized anew; 'octavo verify' measures the file as it is.",
+                err=True,
+            )
         tensors = {n: encoder.read(n).to(device) for n in encoder.names()}
         yield LiveHost(encoder.name, encoder.spec, tensors, device)
 
@@ -484,9 +520,7 @@ def cache() -> None:
 @_json
 def cache_list(cache_dir: Path | None, json_file: str | None) -> None:
     """Every entry, the last used first."""
-    from .engine_cache import EngineCache
-
-    store = EngineCache(cache_dir)
+    store = _opened(cache_dir)
     entries = [_entry_facts(entry) for entry in store.entries()]
     total = sum(e["bytes"] for e in entries)
     facts = {
@@ -507,9 +541,7 @@ def cache_list(cache_dir: Path | None, json_file: str | None) -> None:
 @_json
 def cache_verify(cache_dir: Path | None, json_file: str | None) -> None:
     """Read everything and remove what is damaged (it will be built again)."""
-    from .engine_cache import EngineCache
-
-    store = EngineCache(cache_dir)
+    store = _opened(cache_dir)
     checked = store.verify_all()
     facts = [
         {"kind": c.kind, "key": c.key, "ok": c.fault is None, "fault": c.fault or ""}
@@ -532,9 +564,9 @@ def cache_prune(
     budget: str | None, dry_run: bool, cache_dir: Path | None, json_file: str | None
 ) -> None:
     """Delete what was unused longest until the rest fits the budget."""
-    from .engine_cache import EngineCache, parse_size
+    from .engine_cache import parse_size
 
-    store = EngineCache(cache_dir)
+    store = _opened(cache_dir)
     plan = store.plan_prune(parse_size(budget, "--budget") if budget else None)
     gone: list[dict[str, Any]] = [
         {"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes
@@ -561,9 +593,7 @@ def cache_prune(
 @_json
 def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> None:
     """Delete every checkpoint and plan (never other files)."""
-    from .engine_cache import EngineCache
-
-    store = EngineCache(cache_dir)
+    store = _opened(cache_dir)
     if not yes:
         try:
             click.confirm(f"Delete everything in {store.root}?", abort=True, err=True)

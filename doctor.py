@@ -11,11 +11,13 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .device import Device
+    from .engine_cache import EngineCache
 
 # distribution -> what Octavo needs it for
 PACKAGES = {
@@ -45,8 +47,9 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         **_device_facts(),
     }
+    facts["request"] = _request_facts(facts["engines"])
     facts["builder"] = _builder_facts()
-    facts["cache"] = _cache_facts()
+    facts["cache"] = cache_facts()
     return facts
 
 
@@ -87,6 +90,23 @@ def _device_facts() -> dict[str, Any]:
     return facts
 
 
+def _request_facts(engines: list[dict[str, Any]]) -> dict[str, str]:
+    """The `engine` that the environment asks for, and the `problem` with it, or ""."""
+    value = os.environ.get("OCTAVO_ENGINE") or "auto"
+    try:
+        from .choose import requested
+
+        requested("auto", value)
+    except Exception as error:
+        return {"engine": value, "problem": _first_line(error)}
+    problem = ""
+    if any(e["engine"] == value and not e["able"] for e in engines):
+        problem = (
+            f"OCTAVO_ENGINE: the engine '{value}' cannot serve here; unset it to let Octavo choose."
+        )
+    return {"engine": value, "problem": problem}
+
+
 def _shown(device: Device) -> dict[str, Any]:
     names = ("type", "index", "name", "sm", "memory_bytes", "driver", "cuda")
     return {name: getattr(device, name) for name in names}
@@ -110,30 +130,26 @@ def _builder_facts() -> dict[str, Any]:
     return {"able": not reason, "reason": reason, "gpus": list(known_names())}
 
 
-def _cache_facts() -> dict[str, Any]:
+def cache_facts(make: Callable[[], EngineCache] | None = None) -> dict[str, Any]:
+    """Of the cache that `make` gives (default: the command line's), or the `problem` with it."""
     try:
         from .engine_cache import EngineCache
 
-        cache = EngineCache()
+        cache = make() if make else EngineCache()
+        cache.refuse_impossible()
         entries = cache.entries()
     except ImportError as error:
         remedy = "'pip install -r requirements.txt' brings what is missing"
         return {"problem": f"the cache cannot be used: {_first_line(error)}; {remedy}"}
-    except Exception as error:  # OCTAVO_CACHE_BUDGET is no size, ...
+    except Exception as error:  # a file is in the way, OCTAVO_CACHE_BUDGET is no size, ...
         return {"problem": f"the cache cannot be used: {_first_line(error)}"}
     return {
         "root": str(cache.root),
         "entries": len(entries),
         "bytes": sum(entry.manifest.length for entry in entries),
         "budget_bytes": cache.budget_bytes,
-        "writable": _is_writable(cache.root),
+        "writable": not cache.root.exists() or os.access(cache.root, os.W_OK | os.X_OK),
     }
-
-
-def _is_writable(path: Path) -> bool:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK)
 
 
 def _first_line(error: Exception) -> str:
@@ -171,13 +187,20 @@ def _device_text(facts: dict[str, Any]) -> list[str]:
             driver = f", driver {device['driver']}" if device["driver"] else ""
             lines.append(f"Device  {device['name']} ({device['type']}{sm}{driver})")
         lines += ["", f"Engines on {facts['device']['name']}"]
-    serving = False
+    request = facts["request"]
+    able = [engine["engine"] for engine in facts["engines"] if engine["able"]]
+    serves = able[:1] if request["engine"] == "auto" else [request["engine"]]
     for engine in facts["engines"]:
         state = "able" if engine["able"] else "no"
-        first = engine["able"] and not serving
-        serving |= engine["able"]
-        note = "serves here" if first else engine["reason"]
+        here = engine["able"] and engine["engine"] in serves
+        note = "serves here" if here else engine["reason"]
         lines.append(f"  {engine['engine']:16} {state:5} {note}".rstrip())
+    if request["problem"]:
+        lines.append("  " + request["problem"])
+    elif request["engine"] == "fastest":
+        lines.append("  OCTAVO_ENGINE is fastest: each that is able is timed once, the first time")
+    elif request["engine"] != "auto":
+        lines.append(f"  OCTAVO_ENGINE is {request['engine']}: no other is tried")
     return [*lines, *([facts["problem"]] if "problem" in facts else [])]
 
 

@@ -215,7 +215,7 @@ def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Det
             continue
         if not any(prefix + name in file.tensors for name in layout.tops):
             continue  # another model's blocks, named like an encoder's
-        unlike = _unlike_clip(file, prefix) or _quantized(file, prefix, layout)
+        unlike = _unlike(file, prefix) or _quantized(file, prefix, layout)
         if unlike:
             left.append(unlike)
             continue
@@ -260,7 +260,7 @@ def _is_octavo(file: WeightsFile) -> bool:
 
 def _candidates(file: WeightsFile) -> list[tuple[str, Layout | T5Layout]]:
     """(prefix, layout) of everything whose blocks are named like an encoder's, sorted."""
-    layouts: tuple[Layout | T5Layout, ...] = (*LAYOUTS, t5.LAYOUT)
+    layouts: tuple[Layout | T5Layout, ...] = (*LAYOUTS, *t5.LAYOUTS)
     found: dict[tuple[str, int], Layout | T5Layout] = {}
     for name in file.tensors:
         for order, layout in enumerate(layouts):
@@ -270,10 +270,12 @@ def _candidates(file: WeightsFile) -> list[tuple[str, Layout | T5Layout]]:
     return [(prefix, found[prefix, order]) for prefix, order in sorted(found)]
 
 
-def _unlike_clip(file: WeightsFile, prefix: str) -> _Left | None:
-    """What a candidate is instead of CLIP's text encoder, by tensors that only others have."""
+def _unlike(file: WeightsFile, prefix: str) -> _Left | None:
+    """What a candidate is instead of a text encoder of ours, by tensors that only others have."""
     at = _at(prefix)
     whole = owner(prefix)
+    if prefix + t5.DECODER in file.tensors:
+        return _Left(f"a T5 decoder{at}")
     if prefix + "cls_emb" in file.tensors:
         return _Left(f"a CoCa text encoder{at}, which appends a class token")
     if prefix + "head.weight" in file.tensors or whole + "logit_bias" in file.tensors:
@@ -338,7 +340,7 @@ def _encoder(
         shape_of(file, part.name, part.shape)
     if isinstance(layout, T5Layout):
         used = {part.name for of_one in parts.values() for part in of_one}
-        own = t5.without_second_table(prefix, used, own)
+        own = t5.without_second_table(prefix, layout, used, own)
         t5.refuse_unused(file, used, [n for n in own if not is_side(n)])
     else:
         beside = _beside(file, prefix)
@@ -369,7 +371,7 @@ def _encoder(
 
 
 def _t5_spec(file: WeightsFile, prefix: str, layout: T5Layout) -> T5Spec:
-    spec = t5.spec_of(file, prefix, _layers(file, prefix, layout))
+    spec = t5.spec_of(file, prefix, layout, _layers(file, prefix, layout))
     try:
         own = spec_from_facts(json.loads(file.metadata["octavo"])["spec"])
         keys = ("activation", "max_distance", "norm_eps")

@@ -21,6 +21,7 @@ REPLACE_TRIES = 20
 REPLACE_PAUSE_S = 0.05
 STALE_S = 24 * 3600.0
 
+ELSEWHERE = "set OCTAVO_CACHE to a folder you can write to"
 _PARTIAL = re.compile(rf"({KEY_PATTERN})\.([0-9]{{1,10}})-[0-9a-f]{{8}}\.partial")
 _ours: set[str] = set()  # names of the temporaries that this process is writing now
 
@@ -112,18 +113,17 @@ def long_path(path: str, *, windows: bool = os.name == "nt") -> str:
 def cache_error(path: Path, error: OSError) -> CacheError:
     """The sentence for what the system said about writing `path`."""
     code = error.errno
-    elsewhere = "set OCTAVO_CACHE to a folder you can write to"
     if code in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
         fault, remedy = "the disk is full", "free some space, or set OCTAVO_CACHE to another disk"
     elif code == errno.EFBIG:
         fault = "the file grew beyond the size limit of this process or file system"
         remedy = "raise the limit, or set OCTAVO_CACHE to another disk"
     elif code in (errno.EROFS, errno.EACCES, errno.EPERM):
-        fault, remedy = f"it cannot be written ({error.strerror})", elsewhere
+        fault, remedy = f"it cannot be written ({error.strerror})", ELSEWHERE
     elif code in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        fault, remedy = "a file and a folder share this name", f"move it away, or {elsewhere}"
+        fault, remedy = "a file and a folder share this name", f"move it away, or {ELSEWHERE}"
     elif code == errno.ENOENT:
         fault, remedy = "it vanished while it was being written", "run the command again"
     else:
-        fault, remedy = f"the system reports {error.strerror or error}", elsewhere
+        fault, remedy = f"the system reports {error.strerror or error}", ELSEWHERE
     return CacheError(path, fault, remedy)

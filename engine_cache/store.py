@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -100,8 +102,9 @@ def parse_size(text: str, subject: str = "size") -> int:
 class EngineCache:
     """Checkpoints and plans under `root`, else OCTAVO_CACHE, else the platform's cache directory.
 
-    `budget_bytes`, else OCTAVO_CACHE_BUDGET, else 20 GiB. Nothing is created before the first
-    write, and the folder may be deleted at any time. Serves several threads and processes.
+    `budget_bytes`, else OCTAVO_CACHE_BUDGET, else 20 GiB; an empty variable counts as unset.
+    Nothing is created before the first write, and the folder may be deleted at any time. Serves
+    several threads and processes.
     """
 
     def __init__(self, root: Path | None = None, budget_bytes: int | None = None) -> None:
@@ -110,12 +113,41 @@ class EngineCache:
             from platformdirs import user_cache_path
 
             chosen = user_cache_path("octavo", appauthor=False)
-        self.root = Path(atomic.long_path(str(Path(chosen).expanduser().absolute())))
+        try:
+            whole = Path(chosen).expanduser().absolute()
+        except RuntimeError as error:  # ~ or ~name without a home
+            fault = "its ~ stands for no home folder that is known"
+            raise CacheError(chosen, fault, "give the whole path") from error
+        self.root = Path(atomic.long_path(str(whole)))
         if budget_bytes is None:
             text = os.environ.get("OCTAVO_CACHE_BUDGET")
             budget_bytes = parse_size(text, "OCTAVO_CACHE_BUDGET") if text else DEFAULT_BUDGET_BYTES
         self.budget_bytes = budget_bytes
         self._held: dict[str, int] = {}  # key -> thread that holds its lock through this object
+
+    def refuse_impossible(self) -> None:
+        """Raise CacheError where the folder is not there and cannot be made. Makes nothing.
+
+        One that is there and read-only is none of these: it serves what it holds.
+        """
+        for at in (self.root, *self.root.parents):
+            try:
+                mode = os.stat(at).st_mode
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if os.path.islink(at):
+                    remedy = f"remove it, or {atomic.ELSEWHERE}"
+                    raise CacheError(at, "it is a link to nothing", remedy) from error
+                continue
+            except OSError as error:
+                raise atomic.cache_error(self.root, error) from error
+            if not stat.S_ISDIR(mode):
+                raise atomic.cache_error(at, NotADirectoryError(errno.ENOTDIR, ""))
+            if at != self.root and not os.access(at, os.W_OK | os.X_OK):
+                fault = f"it is not there and cannot be made, for {at} cannot be written"
+                raise CacheError(self.root, fault, atomic.ELSEWHERE)
+            return
+        fault = "it is not there and cannot be made, for no folder above it exists"
+        raise CacheError(self.root, fault, atomic.ELSEWHERE)
 
     # Look-up
 

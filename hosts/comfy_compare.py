@@ -126,18 +126,14 @@ def _cosines(a: Tensor, b: Tensor) -> list[float]:
 
 def environment(verify: bool = False) -> str:
     """What `octavo doctor` shows, for this process, with ComfyUI's cache folder."""
-    from ..doctor import examine, text
+    from ..doctor import cache_facts, examine, text
 
-    store, found = cache(), examine()
-    entries = store.entries()
-    found["cache"] = {
-        "root": str(store.root),
-        "entries": len(entries),
-        "bytes": sum(entry.manifest.length for entry in entries),
-        "budget_bytes": store.budget_bytes,
-        "writable": found["cache"].get("writable", True),
-    }
+    found = {**examine(), "cache": cache_facts(cache)}
     lines = [text(found)]
+    if "problem" in found["cache"]:
+        return lines[0]
+    store = cache()
+    entries = store.entries()
     for entry in entries:
         lines.append(
             f"  {entry.manifest.kind:10} {entry.manifest.key}  {entry.manifest.length / 1e6:.1f} MB"

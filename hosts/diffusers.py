@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
-from ..choose import REQUESTS, Packages
+from ..choose import VARIABLE, Packages, requested
 from ..compile import Report, silent
 from ..device import Device
 from ..encoders import ClipSpec, T5Spec
@@ -77,11 +77,10 @@ def accelerate(
     options; an encoder that pipelines share has one engine and the options given last.
 
     Raises OctavoError for a pipeline without text encoders, for a named component that cannot be
-    served, and for an unknown recipe or engine.
+    served, and for an unknown recipe or engine (in OCTAVO_ENGINE too).
     """
     load_recipe(recipe)
-    if engine not in REQUESTS:
-        raise OctavoError(f"engine '{engine}' does not exist; choose one of {', '.join(REQUESTS)}.")
+    requested(engine, os.environ.get(VARIABLE))
     if floor is not None and not isinstance(floor, Floor):
         raise OctavoError(
             f"floor is {floor!r}, and three cosines are needed; give "

@@ -180,6 +180,12 @@ def test_a_forced_engine_that_cannot_serve_raises(make, monkeypatch) -> None:
         make().encode(prompt())
     with pytest.raises(OctavoError, match="choose one of"):
         make(engine="warp").encode(prompt())
+    monkeypatch.setenv("OCTAVO_ENGINE", "warp")
+    with pytest.raises(OctavoError, match=r"^OCTAVO_ENGINE: the engine 'warp' does not exist; uns"):
+        make().encode(prompt())
+    assert make(engine="torch_fp8").prepare().engine == "torch_fp8"
+    monkeypatch.setenv("OCTAVO_ENGINE", "")  # as good as unset
+    make().encode(prompt())
 
 
 def test_the_environment_forces_the_host(make, host, monkeypatch) -> None:

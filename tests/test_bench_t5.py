@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fp8_files
 import pytest
 import torch
 from octavo import cli
@@ -72,6 +74,25 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     if not torch.cuda.is_available():
         assert shapes == [("comfyui", 1, 5)]
     assert encoder["rows"][0]["token_min"] > 0.9999
+
+
+def test_an_fp8_file_is_said_to_be_widened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = SPECS["t5"]
+    coded = fp8_files.coded(dict(seeded_tensors(spec, outliers=False)), spec.linears())
+    model = save(tmp_path / "t5.safetensors", fp8_files.legacy(coded))
+    arguments = ["--shapes", "1x5", "--repeats", "5", "--no-compiled", "--json", "-"]
+    assert cli.main(["bench", str(model), *arguments]) == 0
+    said = capsys.readouterr().err
+    values = sum(math.prod(shape) for shape in spec.linears().values())
+    assert f"t5: its FP8 weights are widened to FP32 ({4 * values / 1e6:.1f} MB) and quant" in said
+    (host,) = cli._bench_hosts(model, "clip_l", ())
+    assert {t.dtype for n, t in host.tensors.items() if n[:-7] in spec.linears()} == {torch.float32}
+    plain = save(tmp_path / "plain.safetensors", dict(seeded_tensors(spec)))
+    capsys.readouterr()
+    assert cli.main(["bench", str(plain), *arguments]) == 0
+    assert "widened" not in capsys.readouterr().err
 
 
 def test_the_benchmark_writes_a_model_one_tensor_at_a_time(tmp_path: Path) -> None:

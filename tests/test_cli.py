@@ -462,6 +462,65 @@ def test_bad_option(
     assert (tmp_path / "file").read_bytes() == b"" and partial_files(tmp_path) == []
 
 
+EVERY_COMMAND = (
+    ("inspect", "{tiny}"),
+    ("build", "{tiny}", "--gpu", "rtx4090"),
+    ("verify", "{tiny}"),
+    ("bench",),
+    ("cache", "list"),
+    ("cache", "verify"),
+    ("cache", "prune"),
+    ("cache", "clear", "--yes"),
+)
+
+
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=" ".join)
+def test_a_cache_that_cannot_be(
+    run: Callable[..., Result],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    """Each command says so, and at once: the work whose result has no place does not begin."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    arguments = [word.format(tiny=tiny) for word in command]
+    shared = "file: a file and a folder share this name; move it away, or set OCTAVO_CACHE to a"
+    said = {
+        "": "--cache is empty; name a file or folder, or leave it out.",
+        str(tmp_path / "file"): f"cache {tmp_path}/{shared}",
+        str(tmp_path / "file" / "cache"): f"cache {tmp_path}/{shared}",
+        "~nobody-at-all/cache": "cache ~nobody-at-all/cache: its ~ stands for no home folder",
+    }
+    for value, expected in said.items():
+        done = run(*arguments, "--cache", value)
+        assert (done.code, done.out) == (2, "")
+        assert complaint(done.err).startswith(expected)
+        assert len(done.err.splitlines()) == 1
+        if value:
+            monkeypatch.setenv("OCTAVO_CACHE", value)
+            assert run(*arguments) == done
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inspect", ""), "MODEL is empty; name a file or folder."),
+        (("bench", ""), "MODEL is empty; name a file or folder, or leave it out."),
+        (("doctor", "--json", ""), "--json is empty; name a file or folder, or leave it out."),
+        (("build", "x", "--gpu", "sm89", "--output", ""), "--output is empty; name a file or"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    run: Callable[..., Result], arguments: tuple[str, ...], said: str
+) -> None:
+    done = run(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert complaint(done.err).startswith(said)
+
+
 def test_bad_budget(
     run: Callable[..., Result], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from octavo import choose, device, doctor
-from octavo.choose import Accepted, Packages, Rejected, chosen, ladder
+from octavo.choose import Accepted, Packages, Rejected, chosen, ladder, requested
 from octavo.device import Device
 from octavo.errors import EngineUnavailable, OctavoError
 from octavo.trt import Installed, Missing
@@ -111,6 +111,16 @@ def test_chosen() -> None:
         chosen(decisions, "onnx")
 
 
+def test_requested() -> None:
+    assert requested("auto", None) == requested("auto", "") == requested("auto", "auto") == "auto"
+    assert requested("auto", "host") == "host"
+    assert requested("torch_fp8", "nonsense") == "torch_fp8"  # the variable is not asked
+    with pytest.raises(OctavoError, match=r"^OCTAVO_ENGINE: the engine 'fast' does not exist; un"):
+        requested("auto", "fast")
+    with pytest.raises(OctavoError, match=r"^engine 'fast' does not exist; choose one of auto, f"):
+        requested("fast", "host")
+
+
 # The doctor
 
 FACTS = {
@@ -122,6 +132,7 @@ FACTS = {
     "device": (dict, type(None)),
     "gpus": [dict],
     "engines": [{"engine": str, "able": bool, "reason": str}],
+    "request": {"engine": str, "problem": str},
     "builder": {"able": bool, "reason": str, "gpus": [str]},
     "cache": dict,
 }
@@ -172,7 +183,51 @@ def test_what_is_broken_does_not_stop_the_rest(
     monkeypatch.delenv("OCTAVO_CACHE_BUDGET")
     (tmp_path / "file").touch()
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file" / "cache"))
-    assert "NOT WRITABLE: set OCTAVO_CACHE to a folder that is" in doctor.text(doctor.examine())
+    text = doctor.text(doctor.examine())
+    assert f"the cache cannot be used: cache {tmp_path}/file: a file and a folder share" in text
+    assert "works here" in text
+    monkeypatch.setenv("OCTAVO_CACHE", "n" * 300)
+    assert "the cache cannot be used: cache /" in doctor.text(doctor.examine())
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    text = doctor.text(doctor.examine())
+    assert f"  {tmp_path} (NOT WRITABLE: set OCTAVO_CACHE to a folder that is)" in text
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, value: str) -> tuple[list[str], str]:
+    """What the doctor says serves on an Ada GPU, and the line below its engines."""
+    monkeypatch.setattr(device, "probe", lambda _=None: ADA)
+    monkeypatch.setattr(choose, "probe_packages", lambda: Packages(ABSENT, FULL, True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("OCTAVO_ENGINE", value)
+    facts = doctor.examine()
+    check(json.loads(json.dumps(facts)), FACTS)
+    lines = doctor.text(facts).splitlines()
+    names = [line.split()[0] for line in lines if line.endswith("serves here")]
+    at = next(i for i, line in enumerate(lines) if line.startswith("  host "))
+    assert "Building plans (no GPU needed)" in lines and "Cache" in lines
+    return names, lines[at + 1].strip()
+
+
+@pytest.mark.parametrize(
+    ("value", "serves", "said"),
+    [
+        ("", ["tensorrt"], ""),
+        ("auto", ["tensorrt"], ""),
+        ("torch_fp8", ["torch_fp8"], "OCTAVO_ENGINE is torch_fp8: no other is tried"),
+        ("host", ["host"], "OCTAVO_ENGINE is host: no other is tried"),
+        ("fastest", [], "OCTAVO_ENGINE is fastest: each that is able is timed once"),
+        ("tensorrt_rtx", [], "OCTAVO_ENGINE: the engine 'tensorrt_rtx' cannot serve here; unset"),
+        ("TensorRT", [], "OCTAVO_ENGINE: the engine 'TensorRT' does not exist; unset it or set it "
+         "to one of auto, fastest, tensorrt_rtx, tensorrt, torch_fp8, host."),
+    ],
+)  # fmt: skip
+def test_the_engine_that_the_environment_asks_for(
+    monkeypatch: pytest.MonkeyPatch, value: str, serves: list[str], said: str
+) -> None:
+    found, line = serving(monkeypatch, value)
+    assert found == serves
+    assert line.startswith(said) and bool(line) == bool(said)
 
 
 def test_main(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -221,6 +276,8 @@ def test_a_bare_python(bare: tuple[Path, Path]) -> None:
     assert str(bare[0].parent) in done.stdout  # it is this Python that was asked
     facts = json.loads(run_doctor(bare, "--json", "-").stdout)
     assert facts.pop("problem") in done.stdout
+    done = run_doctor(bare, OCTAVO_ENGINE="quick")
+    assert "OCTAVO_ENGINE: the engine 'quick' does not exist" in done.stdout  # it needs no torch
     check(facts, FACTS)
     assert set(facts["packages"].values()) == {None}
     assert [p.name for p in bare[1].iterdir() if p.name.startswith(".")] == []  # no .venv

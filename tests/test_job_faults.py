@@ -433,6 +433,12 @@ def test_read_only_cache(mounted: Callable[..., Path], tiny: Path, cache: Path) 
     assert "compiling" not in done.stderr
     done = octavo("build", tiny, "--recipe", "fp8", "--cache", read_only, "--gpu", "rtx4090")
     assert done.returncode == 2 and "loading the FP32 reference" not in done.stderr
+    assert octavo("cache", "list", "--cache", read_only).returncode == 0
+    done = octavo("cache", "list", "--cache", read_only / "new")
+    assert done.returncode == 2
+    assert f"it is not there and cannot be made, for {read_only} cannot be written; set" in (
+        complaint(done.stderr)
+    )
 
 
 def test_cache_below_a_file(tiny: Path, tmp_path: Path) -> None:

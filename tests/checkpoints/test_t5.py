@@ -5,6 +5,7 @@
 import json
 from dataclasses import replace
 
+import fp8_files
 import packagings as p
 import pytest
 import torch
@@ -51,6 +52,51 @@ def renamed(tensors):
     return {EMBED_TOKENS if n == TOKENS else n: t for n, t in tensors.items()}
 
 
+def stack(tensors, table="embed_tokens.weight"):
+    """As the encoder's own module saves itself, without its owner."""
+    return {table if n == TOKENS else n.removeprefix("encoder."): t for n, t in tensors.items()}
+
+
+WAN = {
+    "layer.0.SelfAttention.q": "attn.q",
+    "layer.0.SelfAttention.k": "attn.k",
+    "layer.0.SelfAttention.v": "attn.v",
+    "layer.0.SelfAttention.o": "attn.o",
+    "layer.0.SelfAttention.relative_attention_bias": "pos_embedding.embedding",
+    "layer.1.DenseReluDense.wi_0": "ffn.gate.0",
+    "layer.1.DenseReluDense.wi_1": "ffn.fc1",
+    "layer.1.DenseReluDense.wo": "ffn.fc2",
+    "layer.0.layer_norm": "norm1",
+    "layer.1.layer_norm": "norm2",
+}
+
+
+def wan(tensors):
+    """As Wan publishes umT5-XXL, scales beside the weights included."""
+    named = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if stem.startswith("encoder.block."):
+            _, _, index, leaf = stem.split(".", 3)
+            stem = f"blocks.{index}.{WAN[leaf]}"
+        else:
+            known = {"shared": "token_embedding", "encoder.final_layer_norm": "norm"}
+            stem = known.get(stem, stem)
+        named[f"{stem}.{kind}" if stem else name] = tensor
+    return named
+
+
+def with_wan_decoder(tensors):
+    """As the whole `T5Model` of Wan's code would be saved."""
+    encoder = p.prefixed(wan(tensors), "encoder.")
+    decoder = {
+        n.replace("encoder.", "decoder.").replace(".attn.", ".self_attn."): t
+        for n, t in encoder.items()
+    }
+    table = encoder["encoder.token_embedding.weight"]
+    return {**encoder, **decoder, "token_embedding.weight": table, "head.weight": table}
+
+
 PACKAGINGS = {
     "transformers, encoder only": (lambda t: t, "t5"),
     "ComfyUI, the table under both names": (lambda t: {**t, EMBED_TOKENS: t[TOKENS]}, "t5"),
@@ -72,13 +118,29 @@ PACKAGINGS = {
     ),
     "CLIPSave": (lambda t: p.prefixed(t, "t5xxl.transformer."), "t5xxl"),
     "DataParallel": (lambda t: p.prefixed(t, "module."), "t5"),
+    "the encoder's module alone": (stack, "t5"),
+    "the same, the table as shared": (lambda t: stack(t, TOKENS), "t5"),
+    "the same, the table under both names": (lambda t: {**stack(t), TOKENS: t[TOKENS]}, "t5"),
+    "the same, prefixed": (lambda t: p.prefixed(stack(t), "text_encoder."), "t5"),
+    "the same, named by its prefix": (lambda t: p.prefixed(stack(t), "t5xxl."), "t5xxl"),
+}
+FOR_UMT5 = {
+    "Wan": (wan, "t5"),
+    "Wan, prefixed": (lambda t: p.prefixed(wan(t), "umt5xxl."), "umt5xxl"),
+    "Wan, encoder and decoder": (with_wan_decoder, "t5"),
 }
 
 
-@pytest.mark.parametrize("spec", [p.SMALL_T5, UMT5, OLD], ids=["v1.1", "umT5", "v1.0"])
-@pytest.mark.parametrize("packaging", PACKAGINGS)
+@pytest.mark.parametrize(
+    ("packaging", "spec"),
+    [
+        *((n, spec) for n in PACKAGINGS for spec in (p.SMALL_T5, UMT5, OLD)),
+        *((n, UMT5) for n in FOR_UMT5),
+    ],
+    ids=lambda x: x if isinstance(x, str) else {p.SMALL_T5: "v1.1", UMT5: "umT5", OLD: "v1.0"}[x],
+)
 def test_every_packaging_gives_the_same_encoder(packaging, spec, tmp_path):
-    assemble, name = PACKAGINGS[packaging]
+    assemble, name = (PACKAGINGS | FOR_UMT5)[packaging]
     tensors = p.t5_canonical(spec)
     detected = detect(p.write(tmp_path / "x.safetensors", assemble(tensors)))
     (weights,) = detected.encoders
@@ -92,6 +154,72 @@ def test_every_packaging_gives_the_same_encoder(packaging, spec, tmp_path):
     plain = p.write(tmp_path / "plain.safetensors", tensors)
     assert fingerprint(weights) == fingerprint(detect(plain).encoders[0])
     assert fingerprint(weights).projection is None
+
+
+@pytest.mark.parametrize("assemble", [stack, wan])
+@pytest.mark.parametrize("make", [fp8_files.legacy, fp8_files.comfy_quant])
+def test_fp8_under_other_names_is_the_same_encoder(make, assemble, tmp_path):
+    coded = fp8_files.coded(p.t5_canonical(UMT5), UMT5.linears())
+    (usual,) = detect(p.write(tmp_path / "usual.safetensors", make(coded))).encoders
+    (weights,) = detect(p.write(tmp_path / "x.safetensors", assemble(make(coded)))).encoders
+    assert weights.dtype == "fp8" and set(weights.quantized) == set(UMT5.linears())
+    assert weights.scales == usual.scales
+    assert fingerprint(weights) == fingerprint(usual)
+
+
+def test_wans_own_file_by_its_header_and_as_a_torch_file(tmp_path):
+    shapes = wan(seeded.UMT5_XXL.tensors())
+    assert len(shapes) == 242 and shapes["blocks.23.ffn.gate.0.weight"] == (10240, 4096)
+    path = p.write_sparse(tmp_path / "umt5-xxl-enc-bf16.safetensors", shapes, "BF16")
+    (weights,) = detect(path).encoders
+    assert (weights.spec, weights.name, weights.dtype) == (seeded.UMT5_XXL, "umt5xxl", "bf16")
+    tensors = p.t5_canonical(UMT5)
+    torch.save(wan(tensors), tmp_path / "models_t5_umt5-xxl-enc-bf16.pth")
+    (tmp_path / "config.json").write_text('{"model_type": "t2v", "num_layers": 40, "dim": 5120}')
+    (weights,) = detect(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth").encoders
+    assert all(torch.equal(weights.read(name), tensors[name]) for name in tensors)
+
+
+def test_the_module_alone_is_what_transformers_saves(tmp_path):
+    import transformers
+
+    config = transformers.T5Config(
+        **{"vocab_size": 200, "d_model": 64, "d_kv": 12, "d_ff": 96, "num_layers": 3},
+        **{"num_heads": 4, "feed_forward_proj": "gated-gelu"},
+    )
+    torch.manual_seed(0)
+    model = transformers.T5EncoderModel(config)
+    alone = p.write(tmp_path / "alone.safetensors", model.encoder.state_dict())
+    whole = p.write(tmp_path / "whole.safetensors", model.state_dict())
+    (weights,) = detect(alone).encoders
+    assert weights.spec == p.SMALL_T5
+    assert fingerprint(weights) == fingerprint(detect(whole).encoders[0])
+
+
+def decoder_alone():
+    t = stack(p.t5_canonical())
+    moved = {n.replace("layer.1.Dense", "layer.2.Dense"): x for n, x in t.items()}
+    cross = "block.0.layer.1.EncDecAttention.q.weight"
+    return {**moved, cross: t["block.0.layer.0.SelfAttention.q.weight"]}
+
+
+def test_a_decoder_alone_is_named(tmp_path):
+    decoder = decoder_alone()
+    with pytest.raises(UnsupportedEncoder, match="holds a T5 decoder, which Octavo does not serve"):
+        detect(p.write(tmp_path / "x.safetensors", decoder))
+    both = {**p.prefixed(decoder, "dec."), **p.t5("t5xxl.")}
+    detected = detect(p.write(tmp_path / "x.safetensors", both))
+    assert [w.name for w in detected.encoders] == ["t5xxl"]
+    assert "A T5 decoder at 'dec.' is left as it is" in detected.unsupported[0]
+
+
+@pytest.mark.parametrize("qkv", ["attn.q", "attn.qkv", "self_attn.q"])
+def test_blocks_of_other_models_are_not_wans(qkv, tmp_path):
+    """Wan's diffusion model and image models have such names too."""
+    tensors = {f"blocks.{i}.{qkv}.weight": torch.ones(8, 8) for i in range(2)}
+    tensors |= {"norm.weight": torch.ones(8), "blocks.0.ffn.0.weight": torch.ones(8, 8)}
+    with pytest.raises(UnsupportedEncoder, match="no text encoder that Octavo knows"):
+        detect(p.write(tmp_path / "x.safetensors", tensors))
 
 
 @pytest.mark.parametrize("size", FULL_SIZE)
@@ -216,6 +344,30 @@ DAMAGED = {
     "an adapter": (
         shaped(BLOCK0 + "layer.0.SelfAttention.q.lora_A.weight", 4, 64),
         "lora_A.weight' is none of a T5 encoder's",
+    ),
+    "Wan's, no table": (
+        {n: t for n, t in wan(p.t5_canonical(UMT5)).items() if n != "token_embedding.weight"},
+        "tensor 'token_embedding.weight' of shape [vocabulary, 64] is missing",
+    ),
+    "Wan's, no gate": (
+        {n: t for n, t in wan(p.t5_canonical(UMT5)).items() if n != "blocks.0.ffn.gate.0.weight"},
+        "tensor 'blocks.0.ffn.gate.0.weight' of shape [feed-forward, 64] is missing",
+    ),
+    "Wan's, one bias for all blocks": (
+        {n.replace("blocks.0.pos_", "pos_"): t for n, t in wan(p.t5_canonical()).items()},
+        "tensor 'blocks.0.pos_embedding.embedding.weight' of shape [buckets, heads] is missing",
+    ),
+    "Wan's, a bias in the first block alone": (
+        wan(p.t5_canonical()),
+        "tensor 'blocks.1.pos_embedding.embedding.weight' of shape [32, 4] is missing",
+    ),
+    "Wan's, an adapter": (
+        {**wan(p.t5_canonical(UMT5)), "blocks.0.attn.q.lora_A.weight": torch.ones(4, 64)},
+        "lora_A.weight' is none of a T5 encoder's",
+    ),
+    "the module alone, no table": (
+        {n: t for n, t in stack(p.t5_canonical()).items() if n != "embed_tokens.weight"},
+        "tensor 'embed_tokens.weight' of shape [vocabulary, 64] is missing",
     ),
     "a bias": (
         shaped(BLOCK0 + "layer.0.SelfAttention.q.bias", 48),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from octavo.engine_cache import EngineCache, Entry, parse_size, store
 from octavo.engine_cache.atomic import long_path
-from octavo.errors import OctavoBug, OctavoError
+from octavo.errors import CacheError, OctavoBug, OctavoError
 
 
 def age(cache: EngineCache, key: str, seconds: float) -> None:
@@ -90,8 +90,47 @@ def test_root_and_budget_from_the_environment(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.delenv("OCTAVO_CACHE_BUDGET")
     assert "octavo" in EngineCache().root.name.lower() + EngineCache().root.parent.name.lower()
     assert EngineCache().budget_bytes == 20 * 2**30
+    platforms = EngineCache().root
+    monkeypatch.setenv("OCTAVO_CACHE", "")  # as good as unset, and not the current folder
+    monkeypatch.setenv("OCTAVO_CACHE_BUDGET", "")
+    assert (EngineCache().root, EngineCache().budget_bytes) == (platforms, 20 * 2**30)
     monkeypatch.chdir(tmp_path)
     assert EngineCache(Path("relative")).root == tmp_path / "relative"
+
+
+IMPOSSIBLE = {
+    "file": "{tmp}/file: a file and a folder share this name; move it away, or set OCTAVO_CACHE",
+    "file/below/it": "{tmp}/file: a file and a folder share this name; move it away, or set OCTA",
+    "link": "{tmp}/link: it is a link to nothing; remove it, or set OCTAVO_CACHE to a folder",
+    "link/below": "{tmp}/link: it is a link to nothing; remove it, or set OCTAVO_CACHE to a folder",
+    "n" * 300: "{tmp}/" + "n" * 300 + ": the system reports File name too long; set OCTAVO_CACHE",
+    "closed/new": "{tmp}/closed/new: it is not there and cannot be made, for {tmp}/closed cannot "
+    "be written; set OCTAVO_CACHE to a folder you can write to.",
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_a_cache_is_said(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    (tmp_path / "closed").mkdir()
+    before, access = sorted(tmp_path.iterdir()), os.access
+
+    def closed(path: Path, mode: int) -> bool:  # as for anyone but root, who may run this
+        return path != tmp_path / "closed" and access(path, mode)
+
+    monkeypatch.setattr(store.os, "access", closed)
+    with pytest.raises(CacheError) as caught:
+        EngineCache(tmp_path / name).refuse_impossible()
+    assert str(caught.value).startswith("cache " + IMPOSSIBLE[name].format(tmp=tmp_path))
+    for possible in ("", "closed", "new", "new/below"):  # what there is may be read-only
+        EngineCache(tmp_path / possible).refuse_impossible()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_home_that_nobody_has() -> None:
+    with pytest.raises(CacheError, match=r"^cache ~nobody-at-all/x: its ~ .*; give the whole path"):
+        EngineCache(Path("~nobody-at-all/x"))
 
 
 def test_sizes() -> None:

@@ -502,6 +502,15 @@ def test_encoders_that_are_none(accelerate: Accelerate) -> None:
         accelerate(tiny.sdxl_refiner(), components=["text_encoder_9"])
 
 
+def test_unknown_engine_in_the_environment(
+    accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said at once and not at the first prompt."""
+    monkeypatch.setenv("OCTAVO_ENGINE", "openvino")
+    with pytest.raises(OctavoError, match=r"^OCTAVO_ENGINE: the engine 'openvino' does not exi"):
+        accelerate(tiny.sd15())
+
+
 def test_unknown_options(accelerate: Accelerate) -> None:
     pipe = tiny.sd15()
     with pytest.raises(OctavoError, match="recipe 'int4' does not exist"):

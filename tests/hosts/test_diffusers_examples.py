@@ -5,9 +5,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
+import os
 import re
 import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +25,7 @@ import tiny_pipelines as tiny
 import torch
 from asked import served
 from octavo.engine_cache import EngineCache
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -80,6 +87,56 @@ def test_examples_by_name(
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert capsys.readouterr().out.count("torch_fp8, recipe fp8") == 2
     assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def installed_by(extra: str) -> Iterator[importlib.metadata.Distribution]:
+    """What `pip install ".[EXTRA]"` would bring, of what is installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    known: set[str] = set()
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if needed and requirement.name not in known:
+            known.add(requirement.name)
+            try:
+                found = importlib.metadata.distribution(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # torch's for CUDA, beside a torch without it
+            yield found
+            wanted += found.requires or []
+
+
+AFTER_THE_EXTRA = """
+import pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
+for absent in ("pytest", "hypothesis", "onnxruntime", "modelopt"):  # this is not our own .venv
+    assert absent not in sys.modules and not __import__("importlib.util").util.find_spec(absent)
+from diffusers.utils import is_accelerate_available, is_peft_available
+assert is_accelerate_available() and is_peft_available()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="makes links")
+def test_the_extra_is_enough(tmp_path: Path) -> None:
+    """`pip install ".[diffusers]"` and `python examples/sdxl_offline.py`, as the README says."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "octavo").symlink_to(ROOT, target_is_directory=True)
+    for distribution in installed_by("diffusers"):
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "OCTAVO_"))}
+    changed = {"PYTHONPATH": str(site), "OCTAVO_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", AFTER_THE_EXTRA, str(EXAMPLES / "sdxl_offline.py")],
+        env={**kept, **changed}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "picture: (1, 32, 32, 3)" in done.stdout
 
 
 def test_every_example_is_listed_and_parses() -> None:
