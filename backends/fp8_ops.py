@@ -30,7 +30,7 @@ from ..encoders.clip import POSITIONS
 from ..encoders.ops import Activation
 from ..errors import OctavoBug, QuantizationError
 from ..staging import upload
-from .relative_bias import relative_offsets
+from .relative_bias import shifted_offsets
 from .torch_ops import biased_attention, causal_attention, tables
 
 E4M3 = torch.float8_e4m3fn
@@ -46,7 +46,7 @@ FEW_ROWS = 320
 EXACT_ROWS = (sys.maxsize, FEW_ROWS)  # block -> rows up to which its products are exact
 
 Tensors = Mapping[str, Tensor]
-Lines = dict[tuple[str, int], Tensor]  # (table, tokens) -> T5's bias [H, 2 S - 1]
+Lines = dict[tuple[str, int], Tensor]  # (table, tokens) -> T5's `bias_line`
 
 
 # Quantization. Weights, activations and checkpoints share these, so they round alike.
@@ -327,9 +327,9 @@ class DeviceWeights:
         return self._units[matrix.raw_unit], self._units[1.0]
 
     def bias_line(self, name: str, tokens: int) -> Tensor:
-        """T5's bias [H, 2 S - 1] out of the table `name`, by key minus query from 1 - S; FP32."""
+        """T5's bias out of the table `name` by key minus query, as `shifted_offsets` has it."""
         assert isinstance(self.spec, T5Spec)
-        return relative_offsets(self.tables[name].float(), tokens, self.spec.max_distance)
+        return shifted_offsets(self.tables[name], tokens, self.spec.max_distance)
 
     @torch.no_grad()
     def copy_from(self, weights: Fp8Weights) -> None:
@@ -532,7 +532,7 @@ class Fp8Ops(Ops[Value]):
         return Activated(gate, kind, up)
 
     def bias_line(self, bias: Bias, tokens: int) -> Tensor:
-        """The bias [H, 2 S - 1] by key minus query, from 1 - S; FP32, made once per length."""
+        """The bias of `tokens` tokens as `shifted_offsets` has it, made once per length."""
         if (bias.name, tokens) not in self.lines:
             self.lines[bias.name, tokens] = self.weights.bias_line(bias.name, tokens)
         return self.lines[bias.name, tokens]
@@ -603,9 +603,10 @@ class Fp8Ops(Ops[Value]):
         if value.bias is None:
             return _quantized(causal_attention(q, k, v, value.heads, value.mask), consumer)
         s = q.shape[1]
-        line = self.bias_line(value.bias, s)
+        line = self.bias_line(value.bias, s)[0]  # [H, 2 R], by key minus query from -R
         place = torch.arange(s, device=q.device)
-        bias = line[:, place[None, :] - place[:, None] + s - 1][None].to(q.dtype)  # [1, H, S, S]
+        offset = place[None, :] - place[:, None] + line.shape[1] // 2
+        bias = line[:, offset][None].to(q.dtype)  # [1, H, S, S]
         y = biased_attention(q, k, v, bias, value.heads, value.mask)
         return _quantized(y, consumer)
 

@@ -41,3 +41,21 @@ def relative_offsets(table: Tensor, length: int, max_distance: int) -> Tensor:
     # The last query sees every key before it, the first every key after it.
     line = torch.cat((buckets[-1], buckets[0, 1:]))  # offsets 1 - S .. 0, 1 .. S - 1
     return table.T[:, line].contiguous()
+
+
+COPIES = 8  # FP16 values in 16 bytes
+REACH = 128
+
+
+def shifted_offsets(table: Tensor, length: int, max_distance: int) -> Tensor:
+    """`table` [buckets, H] -> FP16 [8, H, 2 R], R being `length` rounded up to a multiple of 128.
+
+    Copy c holds at x the bias of a key that is x + c - R after its query. So whatever the query,
+    one of the copies has the biases of 8 keys, counted from a multiple of 8, in 16 aligned bytes.
+    FP16 holds every bias of a 16-bit table, but for those beyond 65,504, which are clamped to it.
+    """
+    reach = -(-length // REACH) * REACH
+    limit = torch.finfo(torch.float16).max
+    line = relative_offsets(table.float().clamp(-limit, limit).half(), reach, max_distance)
+    line = torch.nn.functional.pad(line, (1, COPIES))  # offsets from -R; those added are not used
+    return torch.stack([line[:, c : c + 2 * reach] for c in range(COPIES)])

@@ -71,6 +71,8 @@ KernelError = TritonError  # a kernel that cannot be compiled for a device, or d
 PDL_SM = (9, 0)
 LINE = 128  # bytes of a line of L2
 LOG2_E = 1.4426950408889634
+# Queries, keys, warps and stages of T5's attention: of up to 128 tokens, of more.
+BIASED_SHORT, BIASED = (64, 64, 4, 3), (128, 64, 8, 3)
 
 
 @triton.jit
@@ -88,14 +90,25 @@ def _quantize(x, scale):
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
+    # A reciprocal is the square of rsqrt, which is one instruction; a division is eight.
     if KIND == "quick_gelu":
-        y = x / (1.0 + tl.exp(-1.702 * x))
+        root = tl.rsqrt(1.0 + tl.exp2(x * -2.4554669595930157))  # 1.702 log2(e)
+        y = x * root * root
     elif KIND == "gelu_tanh":  # 0.5 (1 + tanh(u)) is sigmoid(2 u)
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        u = x * (1.0 + 0.044715 * x * x)
+        root = tl.rsqrt(1.0 + tl.exp2(u * -2.302208198144325))  # 2 sqrt(2 / pi) log2(e)
+        y = x * root * root
     elif KIND == "relu":
         y = tl.maximum(x, 0.0)
     else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        # max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2, with the erfc of Abramowitz and Stegun, 7.1.26,
+        # which is off by at most 1.5e-7; |x| is bounded so that an infinite x gives no NaN.
+        size = tl.minimum(tl.abs(x), 64.0)
+        root = tl.rsqrt(1.0 + 0.23164188 * size)
+        t = root * root
+        tail = tl.fma(t, 0.5307027145, -0.7265760135)
+        tail = tl.fma(t, tl.fma(t, tl.fma(t, tail, 0.7107068705), -0.142248368), 0.127414796) * t
+        y = tl.maximum(x, 0.0) - size * tail * tl.exp2(x * x * -0.7213475204444817)
     return y
 
 
@@ -126,6 +139,9 @@ def _add_norm(
     if PARTS > 0:
         factor = tl.load(column_scale + column, inside, 0.0)
         offset = tl.load(addend_bias + column, inside, 0.0).to(tl.float32)
+    step = 1.0
+    if QUANTIZED:
+        step = tl.load(scale)
     if PDL:
         gdc_wait()
     value = tl.load(x + row * C + column, inside, 0.0).to(tl.float32)
@@ -151,7 +167,7 @@ def _add_norm(
             variance = tl.maximum(second / C - mean * mean, 0.0)
             y = ((value - mean) * tl.rsqrt(variance + eps) * gain + shift).to(body)
         if QUANTIZED:
-            y = _quantize(y.to(tl.float32), tl.load(scale)).to(normed.dtype.element_ty)
+            y = _quantize(y.to(tl.float32), step).to(normed.dtype.element_ty)
         tl.store(normed + row * C + column, y, inside)
 
 
@@ -166,19 +182,18 @@ def _place(tokens, heads, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _keys(k, v, begin, depth, inside):
-    """Keys [D, KEYS] and values [KEYS, D] of the rows that begin at `begin`; 0 if not `inside`."""
-    key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)
-    value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)
-    return key, value
+def _weighed(score, value, unit, top, total, acc, FUSED: tl.constexpr):
+    """(top, total, acc) with one more block of keys; its scores are [QUERIES, KEYS] (Dao 2023).
 
-
-@triton.jit
-def _weighed(score, value, top, total, acc):
-    """(top, total, acc) with one more block of keys; its scores are [QUERIES, KEYS] (Dao 2023)."""
+    A score times `unit` is a power of 2. FUSED takes one instruction less for it, but is no
+    difference of equals: for rows that have a score of an ordinary size.
+    """
     higher = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - higher[:, None])
-    shrink = tl.exp2(top - higher)
+    if FUSED:
+        weight = tl.exp2(tl.fma(score, unit, -(higher * unit)[:, None]))
+    else:
+        weight = tl.exp2((score - higher[:, None]) * unit)
+    shrink = tl.exp2((top - higher) * unit)
     total = total * shrink + tl.sum(weight, 1)
     return higher, total, tl.dot(weight.to(value.dtype), value, acc * shrink[:, None])
 
@@ -193,6 +208,9 @@ def _attention(
 
     Dao 2023, arXiv:2307.08691, the forward half. `softmax_scale` holds log2(e) as well.
     """
+    step = 1.0
+    if QUANTIZED:
+        step = tl.load(scale)
     if PDL:
         gdc_wait()
     block, head, first = _place(tokens, heads, QUERIES)
@@ -207,71 +225,83 @@ def _attention(
         key_row = start + tl.arange(0, KEYS)
         inside = key_row < tokens
         begin = (first + key_row) * stride + head * D
-        key, value = _keys(k, v, begin, depth, inside)
+        key = tl.load(k + begin[None, :] + depth[:, None], inside[None, :], 0.0)
+        value = tl.load(v + begin[:, None] + depth[None, :], inside[:, None], 0.0)
         score = tl.dot(query, key) * softmax_scale
         allowed = (key_row[None, :] <= row[:, None]) & inside[None, :]
         if MASKED:
             allowed = allowed & (tl.load(mask + first + key_row, inside, 0) != 0)[None, :]
         # Finite, so that a block of keys without an allowed one leaves no NaN behind.
         score = tl.where(allowed, score, -1e30)
-        top, total, acc = _weighed(score, value, top, total, acc)
+        top, total, acc = _weighed(score, value, 1.0, top, total, acc, False)
     if PDL:
         gdc_launch_dependents()
     y = (acc / total[:, None]).to(query.dtype)
     if QUANTIZED:
-        y = _quantize(y.to(tl.float32), tl.load(scale)).to(out.dtype.element_ty)
+        y = _quantize(y.to(tl.float32), step).to(out.dtype.element_ty)
     at = out + (first + row)[:, None] * (heads * D) + head * D + depth[None, :]
     tl.store(at, y, (row < tokens)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _biased_attention(
-    q, k, v, q_scale, k_scale, v_scale, line, mask, scale, out, tokens, heads, stride,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
-    MASKED: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, q_scale, k_scale, v_scale, line, mask, scale, out, tokens, reach, heads, stride,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, COPIES: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, QUANTIZED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_attention`, for T5: softmax(q k' + bias) v over all keys, without a scale of its own.
 
-    `line` [H, 2 S - 1] is the bias by key minus query. SCALED: q, k and v are still to be
-    multiplied by their weights' scales. A masked key has a finite score, so that a row without any
-    other is the mean of v, as in PyTorch.
+    `line` [COPIES, H, 2 `reach`] is the bias as `shifted_offsets` lays it out. SCALED: q, k and v
+    are still to be multiplied by their weights' scales. EVEN: `tokens` is a multiple of KEYS. A
+    masked key has a finite score, so that a row without any other is the mean of v, as in PyTorch.
     """
-    if PDL:
-        gdc_wait()
+    factor = 1.0
+    step = 1.0
+    value_scale = 1.0
+    if SCALED:
+        factor = tl.load(q_scale) * tl.load(k_scale)
+        value_scale = tl.load(v_scale)
+    if QUANTIZED:
+        step = tl.load(scale)
     block, head, first = _place(tokens, heads, QUERIES)
     row = block * QUERIES + tl.arange(0, QUERIES)
-    depth = tl.arange(0, D)
-    at = q + (first + row)[:, None] * stride + head * D + depth[None, :]
+    key = tl.arange(0, KEYS)
+    column = head * D + tl.arange(0, D)
+    # The copy whose line has the bias of `row` and key 0, and so of key 8, 16, ..., aligned.
+    offset = reach - row
+    lines = ((offset % COPIES) * heads + head) * (2 * reach) + offset // COPIES * COPIES
+    at_bias = line + lines[:, None] + key[None, :]
+    at_k = k + (first + key)[None, :] * stride + column[:, None]
+    at_v = v + (first + key)[:, None] * stride + column[None, :]
+    if PDL:
+        gdc_wait()
+    at = q + (first + row)[:, None] * stride + column[None, :]
     query = tl.load(at, (row < tokens)[:, None], 0.0)
-    log2_e = 1.4426950408889634
-    factor = log2_e
-    if SCALED:
-        factor = tl.load(q_scale) * tl.load(k_scale) * log2_e
-    middle = line + head * (2 * tokens - 1) + tokens - 1
     top = tl.full((QUERIES,), -2e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, D), tl.float32)
     for start in range(0, tokens, KEYS):
-        key_row = start + tl.arange(0, KEYS)
-        inside = key_row < tokens
-        begin = (first + key_row) * stride + head * D
-        key, value = _keys(k, v, begin, depth, inside)
-        there = inside[None, :] & (row < tokens)[:, None]
-        bias = tl.load(middle + key_row[None, :] - row[:, None], there, 0.0)
-        score = tl.dot(query, key) * factor + bias * log2_e
+        moved = start * stride  # within one prompt: far below 2^31
+        inside = start + key < tokens
+        if EVEN:
+            keys, values = tl.load(at_k + moved), tl.load(at_v + moved)
+        else:
+            keys = tl.load(at_k + moved, inside[None, :], 0.0)
+            values = tl.load(at_v + moved, inside[:, None], 0.0)
+        # By way of L1, which the neighbouring rows' biases are in.
+        bias = tl.load(at_bias + start, cache_modifier=".ca").to(tl.float32)
+        score = tl.dot(query, keys) * factor + bias
         if MASKED:
-            allowed = tl.load(mask + first + key_row, inside, 0) != 0
+            allowed = tl.load(mask + first + start + key, inside, 0) != 0
             score = tl.where(allowed[None, :], score, -1e30)
-        score = tl.where(inside[None, :], score, -2e30)
-        top, total, acc = _weighed(score, value, top, total, acc)
-    if PDL:
-        gdc_launch_dependents()
-    y = acc / total[:, None]
-    if SCALED:
-        y = y * tl.load(v_scale)
+        if not EVEN:
+            score = tl.where(inside[None, :], score, -2e30)
+        top, total, acc = _weighed(score, values, 1.4426950408889634, top, total, acc, not MASKED)
+    y = acc * (value_scale / total)[:, None]
     if QUANTIZED:
-        y = _quantize(y, tl.load(scale))
-    at = out + (first + row)[:, None] * (heads * D) + head * D + depth[None, :]
+        y = _quantize(y, step)
+    at = out + (first + row)[:, None] * (heads * D) + column[None, :]
     tl.store(at, y.to(out.dtype.element_ty), (row < tokens)[:, None])
 
 
@@ -284,18 +314,20 @@ def _gated(
 
     Both are still to be multiplied by their weights' scales.
     """
-    if PDL:
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
-    a = tl.load(gate + row * stride + column, inside, 0.0).to(tl.float32) * tl.load(gate_scale)
-    b = tl.load(up + row * stride + column, inside, 0.0).to(tl.float32) * tl.load(up_scale)
+    a_scale, b_scale = tl.load(gate_scale), tl.load(up_scale)
+    step = 1.0
+    if QUANTIZED:
+        step = tl.load(scale)
     if PDL:
-        gdc_launch_dependents()
+        gdc_wait()
+    a = tl.load(gate + row * stride + column, inside, 0.0).to(tl.float32) * a_scale
+    b = tl.load(up + row * stride + column, inside, 0.0).to(tl.float32) * b_scale
     y = _activate(a, KIND) * b
     if QUANTIZED:
-        y = _quantize(y, tl.load(scale))
+        y = _quantize(y, step)
     tl.store(out + row * N + column, y.to(out.dtype.element_ty), inside)
 
 
@@ -332,6 +364,12 @@ def _fp8_linear(
     part = tl.program_id(2)
     LENGTH: tl.constexpr = K // SPLIT
     depth = part * LENGTH + tl.arange(0, DEPTH)
+    step = 1.0
+    if EPILOGUE != "partial":
+        factor = tl.load(column_scale + column)
+        offset = tl.load(bias + column)
+        if EPILOGUE != "body":
+            step = tl.load(scale)
     if PDL:
         line = part * LENGTH + tl.minimum(tl.arange(0, LINES) * 128, LENGTH - 128)
         at = (w + column[:, None] * K + line[None, :]).to(tl.int64)
@@ -357,12 +395,10 @@ def _fp8_linear(
     if EPILOGUE == "partial":
         tl.store(at, acc, inside[:, None])
     else:
-        factor = tl.load(column_scale + column)
-        offset = tl.load(bias + column)
         y = (acc * factor[None, :] + offset.to(tl.float32)[None, :]).to(offset.dtype)
         if EPILOGUE != "body":
             y = _activate(y.to(tl.float32), EPILOGUE).to(y.dtype)
-            y = _quantize(y.to(tl.float32), tl.load(scale)).to(out.dtype.element_ty)
+            y = _quantize(y.to(tl.float32), step).to(out.dtype.element_ty)
         tl.store(at, y, inside[:, None])
 
 
@@ -408,6 +444,8 @@ def _tile(matrix: Matrix, rows: int, *, activated: bool = False) -> Tile | None:
     height = 64 if tall >= ENOUGH_PROGRAMS else 32
     if matrix.is_exact(rows):
         return Tile(height, 64, 128, split, 4)
+    if split >= 5:  # CLIP-G's fc2: 3 % of the whole encoder
+        return Tile(32, 64, 128, split, 5)
     if height == 32 and (k // split) % 256 == 0:
         return Tile(height, 64, 256, split, 3)
     return Tile(height, 64, 128, split, 5 if height == 64 else 4)
@@ -478,12 +516,13 @@ class FusedOps(Fp8Ops):
                 codes = self.weights.body if scale is None else _codes(consumer, rows)
             normed = self._output(base, place, codes)
         block = triton.next_power_of_2(c)
+        warps = 4 if rows > 1024 and c <= 2048 else 16 if rows <= 256 and c > 2048 else 8
         _add_norm[(rows,)](
             base, addend, column_scale, addend_bias, weight, bias, scale, total, normed,
             period, rows, 0.0 if norm is None else norm.eps,
             C=c, BLOCK=block, ADDED=added is not None, PARTS=parts, NORMED=norm is not None,
             RMS=norm is not None and norm.rms, QUANTIZED=scale is not None,
-            num_warps=8 if rows <= 1024 or c > 2048 else 4, **self._pdl,
+            num_warps=warps, **self._pdl,
         )  # fmt: skip
         return total, normed
 
@@ -524,11 +563,14 @@ class FusedOps(Fp8Ops):
         q_scale, k_scale, v_scale = (p.scale for p in parts) if scaled else (None, None, None)
         scale = None if consumer is None else consumer.input_scale
         out = q.new_empty(b, s, c, dtype=self.weights.body if scale is None else E4M3)
-        _biased_attention[(b * value.heads * triton.cdiv(s, 64),)](
-            q, k, v, q_scale, k_scale, v_scale, self.bias_line(bias, s), value.mask, scale, out,
-            s, value.heads, q.stride(1), D=d, QUERIES=64, KEYS=64, SCALED=scaled,
-            MASKED=value.mask is not None, QUANTIZED=scale is not None, num_warps=4, num_stages=2,
-            **self._pdl,
+        line = self.bias_line(bias, s)
+        queries, keys, warps, stages = BIASED_SHORT if s <= 128 else BIASED
+        _biased_attention[(b * value.heads * triton.cdiv(s, queries),)](
+            q, k, v, q_scale, k_scale, v_scale, line, value.mask, scale, out,
+            s, line.shape[2] // 2, value.heads, q.stride(1), D=d, QUERIES=queries, KEYS=keys,
+            COPIES=line.shape[0], EVEN=s % keys == 0, SCALED=scaled,
+            MASKED=value.mask is not None, QUANTIZED=scale is not None, num_warps=warps,
+            num_stages=stages, **self._pdl,
         )  # fmt: skip
         return out
 
@@ -556,9 +598,9 @@ class FusedOps(Fp8Ops):
         *batch, n = gate.raw.shape
         out = gate.raw.new_empty(*batch, n, dtype=self.weights.body if scale is None else E4M3)
         rows = out.numel() // n
-        _gated[(rows, triton.cdiv(n, 2048))](
+        _gated[(rows, triton.cdiv(n, 1024))](
             gate.raw, up.raw, gate.scale, up.scale, scale, out, gate.raw.stride(-2), N=n,
-            BLOCK=2048, KIND=kind, QUANTIZED=scale is not None, num_warps=8, **self._pdl,
+            BLOCK=1024, KIND=kind, QUANTIZED=scale is not None, num_warps=4, **self._pdl,
         )  # fmt: skip
         return out
 
@@ -634,7 +676,9 @@ def overlaps(device: torch.device, rows: int) -> bool:
 
     With more rows the GEMMs are cuBLASLt's, and one kernel fills the GPU anyway.
     """
-    return HAS_PDL and rows <= FEW_ROWS and torch.cuda.get_device_capability(device) >= PDL_SM
+    if not HAS_PDL or rows > FEW_ROWS:
+        return False
+    return torch.cuda.get_device_capability(device) >= PDL_SM
 
 
 def check(device: torch.device) -> None:

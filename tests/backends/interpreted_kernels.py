@@ -99,7 +99,30 @@ def compare(
     print(json.dumps(found), flush=True)
 
 
+def activations() -> None:
+    """The kernels' activations in FP32, from the tails to infinity, against PyTorch's in FP64."""
+    x = torch.cat((torch.linspace(-12, 12, 4091), torch.tensor([0.0, 1e-3, 90.0, 3e4, torch.inf])))
+    for kind in ("quick_gelu", "gelu", "gelu_tanh", "relu"):
+        out = torch.empty_like(x)
+        kernels._activation[(4,)](
+            x, None, out, x.numel(), BLOCK=1024, KIND=kind, QUANTIZED=False, num_warps=4
+        )
+        error = (out.double() - fp8_ops._activated(x.double(), kind)).abs()
+        print(
+            json.dumps(
+                {
+                    "case": kind,
+                    "error": float(error[:-1].max()),
+                    "tail": float(error[:2048].max()),
+                    "infinite": bool(out[-1] == torch.inf),
+                }
+            ),
+            flush=True,
+        )
+
+
 def main() -> None:
+    activations()
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = create_dot
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]

@@ -31,7 +31,7 @@ def compiled(sm: int, kernel: Any, types: str, warps: int, stages: int, **consta
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(kernel.arg_names)
-        if signature[n].startswith("*") or n == "stride"
+        if signature[n].startswith("*") or n in ("stride", "reach")
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": warps, "num_stages": stages}
@@ -90,11 +90,15 @@ def test_the_other_kernels_compile_for_other_gpus(sm: int) -> None:
         sm, kernels._attention, "*fp16 *fp16 *fp16 *i1 *fp32 *fp8e4nv i32 i32 i32 fp32", 4, 2,
         D=128, QUERIES=16, KEYS=128, MASKED=True, QUANTIZED=True, **pdl,
     )  # fmt: skip
-    compiled(
-        sm, kernels._biased_attention,
-        "*fp16 *fp16 *fp16 *fp32 *fp32 *fp32 *fp32 *i1 *fp32 *fp8e4nv i32 i32 i32", 4, 2, D=64,
-        QUERIES=64, KEYS=64, SCALED=True, MASKED=True, QUANTIZED=True, **pdl,
-    )  # fmt: skip
+    for masked, even in ((False, True), (True, False)):
+        none = {} if masked else {"mask": None}
+        queries, keys, warps, stages = kernels.BIASED if even else kernels.BIASED_SHORT
+        compiled(
+            sm, kernels._biased_attention,
+            f"*fp16 *fp16 *fp16 *fp32 *fp32 *fp32 *fp16 {'*i1 ' * masked}*fp32 *fp8e4nv"
+            " i32 i32 i32 i32", warps, stages, D=64, QUERIES=queries, KEYS=keys, COPIES=8,
+            EVEN=even, SCALED=True, MASKED=masked, QUANTIZED=True, **none, **pdl,
+        )  # fmt: skip
     for kind in ("gelu_tanh", "relu"):
         compiled(
             sm, kernels._gated, "*fp16 *fp16 *fp32 *fp32 *fp32 *fp8e4nv i32", 8, 3, N=10240,
@@ -112,8 +116,11 @@ def test_in_the_interpreter_they_compute_what_pytorch_does() -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(cases) == 12
-    for case in cases:
+    assert len(cases) == 4 + 12
+    for case in cases[:4]:
+        print(case)
+        assert case["infinite"] and case["error"] < 1e-5 and case["tail"] < 2e-6, case
+    for case in cases[4:]:
         print(case)
         assert case["finite"] and case["dtypes"], case
         # The same codes, but sums in another order: a code flips here and there, and in encoders

@@ -163,4 +163,5 @@ def test_bench_beats_the_baselines(clip_l: LiveHost, cache: EngineCache) -> None
     result = bench(clip_l, [(1, 77)], cache=cache, repeats=30, compiled=False)
     comfyui = result.median("comfyui", (1, 77))
     ours = result.median("torch_fp8", (1, 77))
-    assert comfyui and ours and comfyui / ours >= 22 and ours <= 0.34, result.rows
+    # That arithmetic without ComfyUI's own Python; its real forward is in test_comfyui_forward.py.
+    assert comfyui and ours and comfyui / ours >= 12 and ours <= 0.34, result.rows

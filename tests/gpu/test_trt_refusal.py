@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from octavo.accelerated import AcceleratedEncoder
 from octavo.backends.onnx_ops import emit
+from octavo.bench import LiveHost
+from octavo.device import Device
+from octavo.engine_cache import EngineCache
 from octavo.errors import EngineUnavailable
-from octavo.seeded import TINY
+from octavo.seeded import TINY, seeded_tensors
 from octavo.trt import load
 from octavo.trt import session as session_module
 from octavo.trt.build import BuildRequest, build_plan
@@ -64,3 +68,21 @@ def test_by_tensorrt_itself(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(session_module, "_check_validity", lambda *_: None)
     reason = refusal(plan, place)
     assert reason.startswith("TensorRT could not load the plan (") and "no reason" not in reason
+
+
+@pytest.mark.usefixtures("plan")
+def test_the_next_engine_serves(tmp_path: Path) -> None:
+    """Taken for an RTX 4090, this GPU gets a plan; TensorRT refuses it and PyTorch answers."""
+    tensors = {name: tensor.cuda() for name, tensor in seeded_tensors(TINY)}
+    host = LiveHost("tiny", TINY, tensors, torch.device("cuda:0"))
+    taken_for = Device("cuda", 0, "NVIDIA GeForce RTX 4090", 89, 24 << 30, "580.10")
+    embeds = (torch.randn(1, 77, TINY.width) * 0.02).cuda()
+    with AcceleratedEncoder(host, cache=EngineCache(tmp_path), device=taken_for) as encoder:
+        got = encoder.encode(embeds)[1]
+        report = encoder.report()
+        print(report.text())
+    assert report.engine == "torch_fp8"
+    refused = next(r for r in report.refusals if r.engine == "tensorrt_rtx")
+    assert "support" in refused.reason or "this GPU is SM" in refused.reason
+    want = host.encode(embeds)[1]
+    assert torch.nn.functional.cosine_similarity(got.float(), want.float(), dim=-1).mean() > 0.98
