@@ -76,9 +76,9 @@ def comfyui_model(checkout: Path, name: str, host: LiveHost) -> Any:
 
 
 def forward(model: Any, embeds: torch.Tensor, dtype: torch.dtype, state: int | None) -> Any:
-    """As ComfyUI calls its text models."""
+    """As ComfyUI calls its text models; T5 adds up in the embeddings themselves."""
     return model(
-        None, None, embeds=embeds, num_tokens=[embeds.shape[1]], intermediate_output=state,
+        None, None, embeds=embeds.clone(), num_tokens=[embeds.shape[1]], intermediate_output=state,
         final_layer_norm_intermediate=False, dtype=dtype, embeds_info=[],
     )  # fmt: skip
 

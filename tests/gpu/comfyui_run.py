@@ -345,11 +345,16 @@ def main() -> None:
         "dynamic": bool(DYNAMIC),
         "options": sys.argv[1:],
     }
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        result[name] = found
+        print(name, json.dumps(found), file=sys.stderr, flush=True)
+
     with torch.inference_mode():
         for name, clip in sd1_and_sdxl().items():
-            result[name] = measure(name, clip)
+            keep(name, measure(name, clip))
         for name, fp8 in (("flux", False), ("flux_fp8", True)):
-            result[name] = measure_flux(flux(fp8), fp8)
+            keep(name, measure_flux(flux(fp8), fp8))
             gc.collect()
     print("RESULT " + json.dumps(result))
 
