@@ -71,8 +71,8 @@ KernelError = TritonError  # a kernel that cannot be compiled for a device, or d
 PDL_SM = (9, 0)
 LINE = 128  # bytes of a line of L2
 LOG2_E = 1.4426950408889634
-# Queries, keys, warps and stages of T5's attention: of up to 128 tokens, of more.
-BIASED_SHORT, BIASED = (64, 64, 4, 3), (128, 64, 8, 3)
+# Queries, keys, warps and stages of T5's attention: of up to 128 tokens; of more; of heads of 128.
+BIASED_SHORT, BIASED, BIASED_WIDE = (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)
 
 
 @triton.jit
@@ -185,8 +185,8 @@ def _place(tokens, heads, QUERIES: tl.constexpr):
 def _weighed(score, value, unit, top, total, acc, FUSED: tl.constexpr):
     """(top, total, acc) with one more block of keys; its scores are [QUERIES, KEYS] (Dao 2023).
 
-    A score times `unit` is a power of 2. FUSED takes one instruction less for it, but is no
-    difference of equals: for rows that have a score of an ordinary size.
+    A key weighs 2 to the power of its score times `unit`. FUSED takes an instruction less for it,
+    but equal scores no longer cancel out exactly: not where every score may be -1e30.
     """
     higher = tl.maximum(top, tl.max(score, 1))
     if FUSED:
@@ -564,7 +564,8 @@ class FusedOps(Fp8Ops):
         scale = None if consumer is None else consumer.input_scale
         out = q.new_empty(b, s, c, dtype=self.weights.body if scale is None else E4M3)
         line = self.bias_line(bias, s)
-        queries, keys, warps, stages = BIASED_SHORT if s <= 128 else BIASED
+        cut = BIASED_WIDE if d > 64 else BIASED_SHORT if s <= 128 else BIASED
+        queries, keys, warps, stages = cut
         _biased_attention[(b * value.heads * triton.cdiv(s, queries),)](
             q, k, v, q_scale, k_scale, v_scale, line, value.mask, scale, out,
             s, line.shape[2] // 2, value.heads, q.stride(1), D=d, QUERIES=queries, KEYS=keys,

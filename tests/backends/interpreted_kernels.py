@@ -137,6 +137,7 @@ def main() -> None:
         "t5": T5,
         "umt5": replace(T5, bias_per_layer=True),
         "plain t5": replace(T5, gated=False, activation="relu"),
+        "wide t5": replace(T5, head_dim=128),
     }
     for name, spec in specs.items():
         tensors = dict(seeded_tensors(spec, outliers=False))
@@ -147,7 +148,8 @@ def main() -> None:
             compare(f"{name} {tokens} masked", weights, x, mask)
         if name == "t5":
             mask = torch.zeros(2, 20, dtype=torch.bool)
-            compare("t5 20", weights, t5_embeds(spec, tensors, 2, 20), None)
+            for tokens in (20, 192, 200):  # one block of queries; two, with whole blocks of keys
+                compare(f"t5 {tokens}", weights, t5_embeds(spec, tensors, 2, tokens), None)
             compare("t5 nothing to attend to", weights, t5_embeds(spec, tensors, 2, 20), mask)
             mixed = t5_weights(spec, tensors, "bf16")
             compare("t5 bf16", mixed, t5_embeds(spec, tensors, 1, 20), None)

@@ -90,13 +90,15 @@ def test_the_other_kernels_compile_for_other_gpus(sm: int) -> None:
         sm, kernels._attention, "*fp16 *fp16 *fp16 *i1 *fp32 *fp8e4nv i32 i32 i32 fp32", 4, 2,
         D=128, QUERIES=16, KEYS=128, MASKED=True, QUANTIZED=True, **pdl,
     )  # fmt: skip
-    for masked, even in ((False, True), (True, False)):
+    cuts = ((64, kernels.BIASED), (64, kernels.BIASED_SHORT), (128, kernels.BIASED_WIDE))
+    for (head, cut), even in itertools.product(cuts, (True, False)):
+        masked = not even
         none = {} if masked else {"mask": None}
-        queries, keys, warps, stages = kernels.BIASED if even else kernels.BIASED_SHORT
+        queries, keys, warps, stages = cut
         compiled(
             sm, kernels._biased_attention,
             f"*fp16 *fp16 *fp16 *fp32 *fp32 *fp32 *fp16 {'*i1 ' * masked}*fp32 *fp8e4nv"
-            " i32 i32 i32 i32", warps, stages, D=64, QUERIES=queries, KEYS=keys, COPIES=8,
+            " i32 i32 i32 i32", warps, stages, D=head, QUERIES=queries, KEYS=keys, COPIES=8,
             EVEN=even, SCALED=True, MASKED=masked, QUANTIZED=True, **none, **pdl,
         )  # fmt: skip
     for kind in ("gelu_tanh", "relu"):
@@ -116,7 +118,7 @@ def test_in_the_interpreter_they_compute_what_pytorch_does() -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(cases) == 4 + 12
+    assert len(cases) == 4 + 15
     for case in cases[:4]:
         print(case)
         assert case["infinite"] and case["error"] < 1e-5 and case["tail"] < 2e-6, case
