@@ -596,7 +596,8 @@ def cache_clear(yes: bool, cache_dir: Path | None, json_file: str | None) -> Non
     store = _opened(cache_dir)
     if not yes:
         try:
-            click.confirm(f"Delete everything in {store.root}?", abort=True, err=True)
+            question = f"Delete every checkpoint and plan in {store.root}?"
+            click.confirm(question, abort=True, err=True)
         except click.Abort:
             if sys.stdin.isatty():
                 raise

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -94,13 +93,6 @@ def replace(source: Path, target: Path) -> None:
             if left == 1:
                 raise
             time.sleep(REPLACE_PAUSE_S)
-
-
-def sha256(path: Path) -> tuple[int, str]:
-    """(length in bytes, hex digest), read block by block."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
 
 
 def long_path(path: str, *, windows: bool = os.name == "nt") -> str:

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import OctavoBug
+from .checksum import count_of
 from .key import Kind, canonical, digest, is_key
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
 LIMIT_BYTES = 16 * 2**20
 
 SUFFIXES: dict[Kind, str] = {"checkpoint": ".safetensors", "plan": ".plan"}
@@ -29,7 +30,8 @@ class ForeignError(DamagedError):
 class Manifest:
     """`artifact` is a bare file name, `length` in bytes, `sha256` hex, `created` ISO 8601 in UTC.
 
-    `key_facts` are the key's facts in full; `facts` is free (self-check, build seconds, layers).
+    `key_facts` are the key's facts in full; `facts` is free (self-check, build seconds, layers);
+    `parts` are hex digests of a large artifact's parts (checksum.py), else there are none.
     """
 
     kind: Kind
@@ -40,6 +42,7 @@ class Manifest:
     sha256: str
     created: str
     facts: dict[str, Any]
+    parts: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         canonical(self.facts)  # a NaN or a tensor among the facts is our bug: refuse it here
@@ -68,6 +71,8 @@ def manifest_from_json(data: bytes) -> Manifest:
         raise DamagedError("its manifest names no known kind and key")
     if manifest.artifact != manifest.key + SUFFIXES[manifest.kind]:
         raise DamagedError(f"its manifest names the file {manifest.artifact!r}")
+    if len(manifest.parts) != count_of(manifest.length):
+        raise DamagedError("its manifest does not have a checksum for each part")
     facts = manifest.key_facts
     if facts.get("kind") != manifest.kind or digest(facts) != manifest.key:
         raise DamagedError("its key does not belong to its facts")
@@ -75,4 +80,4 @@ def manifest_from_json(data: bytes) -> Manifest:
 
 
 _FIELDS: dict[str, type] = dict.fromkeys(("kind", "key", "artifact", "sha256", "created"), str)
-_FIELDS |= {"key_facts": dict, "length": int, "facts": dict}
+_FIELDS |= {"key_facts": dict, "length": int, "facts": dict, "parts": list}

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 from ..errors import CacheError, OctavoBug, OctavoError
 from . import atomic, manifest
+from .checksum import checksum, matches
 from .key import KEY_PATTERN, Key, Kind, canonical, is_key
 from .lock import LockedError, hold
 from .manifest import SUFFIXES, DamagedError, ForeignError, Manifest, manifest_from_json
@@ -263,12 +264,19 @@ class EngineCache:
         artifact, sidecar = self._names(kind, key.id)
         try:
             atomic.flush(temporary)
-            length, sha256 = atomic.sha256(temporary)
-            if not length:
+            found = checksum(temporary)
+            if not found.length:
                 raise OctavoBug(f"nothing was written for {artifact.name}")
-            created = datetime.now(UTC).isoformat(timespec="seconds")
             about = Manifest(
-                kind, key.id, key.facts, artifact.name, length, sha256, created, dict(facts or {})
+                kind=kind,
+                key=key.id,
+                key_facts=key.facts,
+                artifact=artifact.name,
+                length=found.length,
+                sha256=found.sha256,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                facts=dict(facts or {}),
+                parts=list(found.parts),
             )
             with self._written(about) as written, self._committing():
                 atomic.replace(temporary, artifact)
@@ -418,7 +426,7 @@ class EngineCache:
             size = artifact.stat().st_size
             if size != about.length:
                 raise DamagedError(f"it has {size} bytes instead of {about.length}")
-            if verify and atomic.sha256(artifact)[1] != about.sha256:
+            if verify and not matches(artifact, about.sha256, about.parts):
                 raise DamagedError("its checksum is wrong")
         except FileNotFoundError:
             raise DamagedError("its artifact is missing") from None

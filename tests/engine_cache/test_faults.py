@@ -13,6 +13,7 @@ from typing import Any
 import filelock
 import pytest
 from octavo.engine_cache import EngineCache, Entry, atomic
+from octavo.engine_cache.manifest import MANIFEST_SCHEMA
 from octavo.errors import CacheError, Cancelled, OctavoBug
 
 
@@ -78,9 +79,9 @@ def test_another_versions_entry_is_a_miss_but_stays(
     cache: EngineCache, stored: Entry, plan_key: Any, left: Any, caplog: Any
 ) -> None:
     text = sidecar(stored).read_text()
-    sidecar(stored).write_text(text.replace('"schema": 1,', '"schema": 2,'))
+    sidecar(stored).write_text(text.replace(f'"schema": {MANIFEST_SCHEMA},', '"schema": 0,'))
     assert cache.get("plan", plan_key()) is None
-    assert "schema 2" in caplog.text
+    assert "schema 0" in caplog.text
     assert len(left(cache, "plan")) == 2
     assert [each.entry for each in cache.verify_all()] == [None]
     cache.put("plan", plan_key(), lambda file: file.write(b"ours"))
