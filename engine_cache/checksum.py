@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,15 +54,18 @@ def matches(path: Path, sha256: str, parts: Sequence[str]) -> bool:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
     with _threads() as threads:
-        try:
-            found = threads.map(partial(_part, path), range(len(parts)))
-            return all(a == b for a, b in zip(found, parts, strict=True))
-        finally:
-            threads.shutdown(cancel_futures=True)  # one that differs is enough
+        found = threads.map(partial(_part, path), range(len(parts)))
+        return all(a == b for a, b in zip(found, parts, strict=True))
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_WORKERS, "octavo-checksum")
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Leaving does not wait for parts that nobody has begun: one differs, or Ctrl-C came."""
+    threads = ThreadPoolExecutor(_WORKERS, "octavo-checksum")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _part(path: Path, index: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,32 @@ def test_parts_in_another_order_are_another_file(tmp_path: Path) -> None:
     found = checksum.checksum(tmp_path / "x")
     (tmp_path / "x").write_bytes(data[PART:] + data[:PART])
     assert not checksum.matches(tmp_path / "x", found.sha256, found.parts)
+
+
+@pytest.mark.parametrize("ends", ["differs", "interrupted"])
+def test_parts_that_nobody_has_begun_are_left(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "x", 50 * PART)
+    begun: list[int] = []
+
+    def part(path: Path, index: int) -> str:
+        begun.append(index)
+        time.sleep(0.1)  # all of them on two threads: 2.5 s
+        return "another"
+
+    def whole(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checksum, "_part", part)
+    monkeypatch.setattr(checksum, "_WORKERS", 2)
+    monkeypatch.setattr(checksum.hashlib, "file_digest", whole)
+    if ends == "differs":
+        assert not checksum.matches(tmp_path / "x", "", ["0"] * 50)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            checksum.checksum(tmp_path / "x")
+    assert len(begun) < 40
 
 
 def test_a_file_that_goes_meanwhile_is_an_oserror(tmp_path: Path) -> None:
