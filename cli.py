@@ -550,9 +550,14 @@ def cache_verify(cache_dir: Path | None, json_file: str | None) -> None:
     if _wrote_json(json_file, {"root": str(store.root), "entries": facts}):
         return
     bad = [f for f in facts if not f["ok"]]
-    for fault in bad:
-        click.echo(f"removed {fault['kind']} {fault['key']}: {fault['fault']}")
-    click.echo(f"whole: {len(facts) - len(bad)}, damaged and removed: {len(bad)}")
+    for found in checked:
+        if found.fault is not None:
+            done = "removed" if found.removed else "left alone"
+            click.echo(f"{done}: {found.kind} {found.key}: {found.fault}")
+    removed = sum(found.removed for found in checked)
+    left = len(bad) - removed
+    others = f", of another version or unreadable: {left}" if left else ""
+    click.echo(f"whole: {len(facts) - len(bad)}, damaged and removed: {removed}{others}")
 
 
 @cache.command("prune")
@@ -567,7 +572,7 @@ def cache_prune(
     from .engine_cache import parse_size
 
     store = _opened(cache_dir)
-    plan = store.plan_prune(parse_size(budget, "--budget") if budget else None)
+    plan = store.plan_prune(None if budget is None else parse_size(budget, "--budget"))
     gone: list[dict[str, Any]] = [
         {"kind": d.kind, "key": d.key, "bytes": d.size_bytes} for d in plan.goes
     ]

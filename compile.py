@@ -32,6 +32,7 @@ from .checkpoints import (
     Memo,
     detect,
     fingerprint,
+    open_weights,
 )
 from .checkpoints.quantized import (
     SCHEMA,
@@ -443,6 +444,24 @@ def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeig
     refuse_unwritable(output, OUTPUT_REMEDY)
     if any(os.path.realpath(output) == identity.path for identity in detected.file.identities):
         raise FileError(output, "is the model itself", "give --output the name of another file")
+    if output.is_file() and not _is_checkpoint(output):
+        raise FileError(
+            output, "is there already and is no checkpoint of Octavo's",
+            "give --output the name of another file",
+        )  # fmt: skip
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether `path` may be written over: empty, or a checkpoint that a build wrote."""
+    try:
+        with path.open("rb") as file:
+            empty = not file.read(1)
+        if empty:
+            return True
+        with open_weights(path) as held:
+            return "octavo" in held.metadata
+    except (OSError, OctavoError):
+        return False
 
 
 def _body_of(checkpoint: QuantizedCheckpoint) -> Body:

@@ -32,6 +32,7 @@ PACKAGES = {
     "transformers": "the diffusers helper",
     "diffusers": "the diffusers helper",
 }
+OLD_PYTHON = "this Python is too old: Octavo needs 3.11 or newer"
 NO_TORCH = (
     "torch is not installed in this Python; use the Python of ComfyUI, or 'pip install torch'"
 )
@@ -45,8 +46,14 @@ def examine() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        **_device_facts(),
     }
+    if not facts["python_supported"]:  # what imports here would fail with another reason
+        facts |= {"device": None, "gpus": [], "engines": [], "problem": OLD_PYTHON}
+        facts["request"] = {"engine": os.environ.get("OCTAVO_ENGINE") or "auto", "problem": ""}
+        facts["builder"] = {"able": False, "reason": OLD_PYTHON, "gpus": []}
+        facts["cache"] = {"problem": OLD_PYTHON}
+        return facts
+    facts |= _device_facts()
     facts["request"] = _request_facts(facts["engines"])
     facts["builder"] = _builder_facts()
     facts["cache"] = cache_facts()
@@ -160,7 +167,7 @@ def text(facts: dict[str, Any]) -> str:
     """The facts as a person reads them."""
     lines = [f"Python {facts['python']} ({facts['executable']}) on {facts['platform']}"]
     if not facts["python_supported"]:
-        lines.append("This Python is too old: Octavo needs 3.11 or newer.")
+        lines.append(f"{OLD_PYTHON[0].upper()}{OLD_PYTHON[1:]}.")
     lines += ["", "Packages"]
     for name, use in PACKAGES.items():
         version = facts["packages"][name]

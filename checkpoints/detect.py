@@ -37,6 +37,7 @@ from .scales import (
     QuantizedLinear,
     fp8_tensors,
     is_side,
+    refuse_homeless,
     refused_format,
 )
 from .t5 import T5Layout
@@ -209,25 +210,29 @@ def detect(
 def _detect(file: WeightsFile, activation: str | None, heads: int | None) -> Detected:
     encoders: list[EncoderWeights] = []
     left, towers = _other_encoders(file), []
-    for prefix, layout in _candidates(file):
+    candidates = _candidates(file)
+    for prefix, layout in candidates:
         if any(prefix + name in file.tensors for name in layout.tower):
             towers.append(_Left(f"an image tower{_at(prefix)}"))
             continue
         if not any(prefix + name in file.tensors for name in layout.tops):
             continue  # another model's blocks, named like an encoder's
-        unlike = _unlike(file, prefix) or _quantized(file, prefix, layout)
+        unlike = _unlike(file, prefix, layout) or _quantized(file, prefix, layout)
         if unlike:
             left.append(unlike)
             continue
-        if any(prefix == other.prefix for other in encoders):
-            fault = f"holds two text encoders under the prefix {shown(prefix)}"
-            raise FileError(file.path, fault, "save each into a file of its own")
+        if any(prefix == at and layout is not other for at, other in candidates):
+            # Two encoders, or one some of whose blocks are named otherwise and would be left out.
+            fault = f"holds two text encoders, or parts of them, under the prefix {shown(prefix)}"
+            raise FileError(file.path, fault, "save each whole and into a file of its own")
         taken = {other.name for other in encoders}
         encoders.append(_encoder(file, prefix, layout, taken, activation, heads))
     overridden = activation is not None or heads is not None
     if encoders and overridden and not any(isinstance(e.spec, ClipSpec) for e in encoders):
         fault = "holds no CLIP, which alone can be told another activation"
         raise FileError(file.path, fault, "leave the activation out")
+    if any(x.fp8.weight_scale is None for e in encoders for x in e.quantized.values()):
+        refuse_homeless(file)
     if encoders:
         return Detected(file, tuple(encoders), tuple(_sentence(x) for x in left))
     left = left or towers or _no_encoder(file)
@@ -270,12 +275,12 @@ def _candidates(file: WeightsFile) -> list[tuple[str, Layout | T5Layout]]:
     return [(prefix, found[prefix, order]) for prefix, order in sorted(found)]
 
 
-def _unlike(file: WeightsFile, prefix: str) -> _Left | None:
+def _unlike(file: WeightsFile, prefix: str, layout: Layout | T5Layout) -> _Left | None:
     """What a candidate is instead of a text encoder of ours, by tensors that only others have."""
     at = _at(prefix)
     whole = owner(prefix)
-    if prefix + t5.DECODER in file.tensors:
-        return _Left(f"a T5 decoder{at}")
+    if isinstance(layout, T5Layout):
+        return _Left(f"a T5 decoder{at}") if prefix + t5.DECODER in file.tensors else None
     if prefix + "cls_emb" in file.tensors:
         return _Left(f"a CoCa text encoder{at}, which appends a class token")
     if prefix + "head.weight" in file.tensors or whole + "logit_bias" in file.tensors:

@@ -47,6 +47,9 @@ _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "text_enco
 _NOT_WEIGHTS = {
     b"GGUF": ("is a GGUF file, whose weights are quantized", _PLAIN),
     b"version https://git-lfs": ("is a Git LFS pointer, not the file", "run `git lfs pull`"),
+    **dict.fromkeys(
+        (b"<!doctype", b"<html"), ("is a web page, not the file", "download the file itself")
+    ),
 }
 
 # What a folder's weights are called, in the order they are preferred.
@@ -356,7 +359,10 @@ def _load_torch(path: Path) -> Mapping[str, torch.Tensor]:
     except FileError:
         raise
     except Exception as error:  # a damaged pickle can raise anything at all
-        fault = f"cannot be read as tensors alone ({_first_line(error)})"
+        reason = _first_line(error)
+        if "weights_only" in str(error):  # then torch tells at length how to load it all the same
+            reason = "it is damaged, or holds other objects, which could run code"
+        fault = f"cannot be read as tensors alone ({reason})"
         raise FileError(path, fault, convert) from error
     tensors = {
         name: tensor
@@ -495,8 +501,9 @@ def _mains(path: Path) -> list[tuple[str, Path]]:
             raise FileError(path, fault, "give that index or the folder")
         return [("", path)]
     if not path.is_dir():
-        there = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise FileError(path, there, "check the path")
+        if path.exists():
+            raise FileError(path, "is neither a file nor a folder", "check the path")
+        raise FileError(path, "does not exist", "check the path; a model must be on this disk")
     if not (path / "model_index.json").is_file():
         main = _main_of(path)
         if main:
@@ -545,12 +552,19 @@ def _source(path: Path) -> _Source:
     if not head:
         raise FileError(path, "is empty", "download or save it again")
     for magic, (fault, remedy) in _NOT_WEIGHTS.items():
-        if head.startswith(magic):
+        if head.lower().startswith(magic.lower()):
             raise UnsupportedEncoder(path, fault, remedy)
     suffix = path.suffix.lower()
-    if head[8:9] == b"{" or suffix in (".safetensors", ".sft"):
+    if head[8:9] == b"{":
         return _Safetensors(path)
-    if head.startswith((b"PK\x03\x04", b"\x80\x02")) or suffix in _TORCH_SUFFIXES:
+    is_torch = head.startswith((b"PK\x03\x04", b"\x80\x02"))
+    if suffix in (".safetensors", ".sft"):
+        if is_torch:  # torch.load itself goes by this suffix
+            raise FileError(path, "is a torch file under another name", "rename it to end in .pt")
+        return _Safetensors(path)
+    if is_torch:
+        return _TorchFile(path)
+    if suffix in _TORCH_SUFFIXES:
         return _TorchFile(path)
     raise FileError(path, "is neither a safetensors nor a torch file", _PLAIN)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..encoders import EncoderSpec
 from ..encoders.clip import PROJECTION
 from ..errors import FileError
+from ..threads import submit
 from .files import shown
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class _Hashing:
         refusal = partial(_not_finite, self._weights, tensor, sources)
         parts = []
         for part in _parts(tensor):
-            future = self._threads.submit(_digest, part)
+            future = submit(self._threads, _digest, part)
             self._pending[future] = 4 * part.numel(), refusal
             parts.append(future)
             del part  # the thread alone holds it now, and lets it go
@@ -214,7 +215,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for start in range(0, tensor.numel(), _PART):
         first, stop = start // row, start + _PART
         rows = tensor[first : -(-stop // row)]  # so that of a transposed one no more is copied
-        yield rows.reshape(-1)[start - first * row : stop - first * row].cpu()
+        yield rows.reshape(-1)[start - first * row : stop - first * row].cpu().contiguous()
 
 
 def _digest(part: torch.Tensor) -> bytes | None:

@@ -204,6 +204,25 @@ def fp8_tensors(
     }
 
 
+def refuse_homeless(file: WeightsFile) -> None:
+    """Raise FileError for a scale or note whose linear is not in the file under that name.
+
+    For files with FP8 weights that have no scale: it may be theirs, left behind by a renaming.
+    """
+    for name in file.tensors:
+        stem, _, kind = name.rpartition(".")
+        if kind in _SIDES and stem + ".weight" not in file.tensors:
+            fault = f"tensor {shown(name)} has no weight beside it, and FP8 weights lack a scale"
+            raise _faulty(file, fault)
+    if METADATA in file.metadata:
+        layers = _json(file, f"metadata {METADATA}", file.metadata[METADATA]).get("layers")
+        for stem in layers if isinstance(layers, dict) else ():
+            # Of a part of a file they may be named without what stands before.
+            if not any(name.endswith(f"{stem}.weight") for name in file.tensors):
+                fault = f"metadata {METADATA} names {shown(stem)}, which is not there"
+                raise _faulty(file, f"{fault}, and FP8 weights lack a scale")
+
+
 def _faulty(file: WeightsFile, fault: str) -> FileError:
     return FileError(file.path, fault, _OTHER_REMEDY)
 

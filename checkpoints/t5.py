@@ -38,6 +38,7 @@ class T5Layout:
 
     `tables`: every name of the token embeddings, the preferred one first. `leaves`: canonical name
     within a block -> theirs. `umt5`: gated, with a bias in each block, whatever the names tell.
+    `more`: what else names start with that belong to an encoder, of which T5 has none.
     """
 
     blocks: str
@@ -46,6 +47,7 @@ class T5Layout:
     leaves: Mapping[str, str]
     probe: re.Pattern[str]
     umt5: bool = False
+    more: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
 
     @property
@@ -56,7 +58,8 @@ class T5Layout:
     @property
     def spaces(self) -> tuple[str, ...]:
         """What all names of an encoder, known or not, start with."""
-        return (self.blocks, *(name.removesuffix("weight") for name in self.tops))
+        tops = (name.removesuffix("weight") for name in self.tops)
+        return (self.blocks, *tops, *self.more)
 
     def block_names(self) -> set[str]:
         """The names within one block, gated or not, with a relative bias or without."""
@@ -92,6 +95,7 @@ TRANSFORMERS = T5Layout(
     final_norm=FINAL_NORM + ".weight",
     leaves={leaf: leaf for leaf in _LEAVES},
     probe=re.compile(rf"{START}encoder\.block\.{LAYER}\.layer\.0\.SelfAttention\.q\.weight$"),
+    more=("encoder.",),
 )
 # What the state dict of transformers' T5Stack, the encoder without its owner, holds.
 STACK = T5Layout(
@@ -103,6 +107,7 @@ STACK = T5Layout(
         rf"{START}(?<!^encoder\.)(?<![./]encoder\.)(?<!decoder\.)"
         rf"block\.{LAYER}\.layer\.0\.SelfAttention\.q\.weight$"
     ),
+    more=("relative_bias.", "cell_2d_embedding."),  # UDOP's, whose tokens have places on a page
 )
 # umT5-XXL as Wan publishes it (models_t5_umt5-xxl-enc-bf16.pth): T5Encoder without a shared bias in
 # https://github.com/Wan-Video/Wan2.1/blob/fc124fd0cf31945f39b39af80191fa8c7d07a027/wan/modules/t5.py
@@ -159,6 +164,9 @@ def spec_of(file: WeightsFile, prefix: str, layout: T5Layout, layers: int) -> T5
     wi = wi_0 if gated else layout.in_block(prefix, 0, _WI)
     feed_forward, _ = shape_of(file, wi, ("feed-forward", width))
     vocabulary, _ = shape_of(file, layout.table(prefix, file.tensors), ("vocabulary", width))
+    for table in (prefix + name for name in layout.tables):
+        if table in file.tensors:
+            shape_of(file, table, (vocabulary, width))
     return T5Spec(
         layers,
         width,

@@ -70,7 +70,7 @@ def refuse_unwritable(path: Path, remedy: str) -> None:
     """Raise the `FileError` that writing `path` would end in, as far as can be told without it."""
     try:
         if path.is_dir():
-            raise FileError(path, "is a folder", remedy)
+            raise FileError(path, "is a folder", "name a file in it")
         there = path
         while not there.exists() and there != there.parent:
             there = there.parent

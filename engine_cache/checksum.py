@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+from ..threads import submit
 
 PART = 64 * 2**20  # bytes that have a digest of their own; another would change all manifests
 _BLOCK = 2**20
@@ -43,9 +44,9 @@ def checksum(path: Path) -> Checksum:
     """Read the file, twice if it has parts. Raises OSError."""
     with _threads() as threads, path.open("rb") as file:
         count = count_of(os.fstat(file.fileno()).st_size)
-        parts = threads.map(partial(_part, path), range(count))
+        parts = [submit(threads, _part, path, index) for index in range(count)]
         whole = hashlib.file_digest(file, "sha256").hexdigest()
-        return Checksum(file.tell(), whole, tuple(parts))
+        return Checksum(file.tell(), whole, tuple(part.result() for part in parts))
 
 
 def matches(path: Path, sha256: str, parts: Sequence[str]) -> bool:
@@ -54,8 +55,8 @@ def matches(path: Path, sha256: str, parts: Sequence[str]) -> bool:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
     with _threads() as threads:
-        found = threads.map(partial(_part, path), range(len(parts)))
-        return all(a == b for a, b in zip(found, parts, strict=True))
+        found = [submit(threads, _part, path, index) for index in range(len(parts))]
+        return all(a.result() == b for a, b in zip(found, parts, strict=True))
 
 
 @contextmanager

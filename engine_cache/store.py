@@ -57,13 +57,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checked:
-    """One result of `verify_all`: the `entry`, or the `fault` in words."""
+    """One result of `verify_all`: the `entry`, or the `fault` in words.
+
+    `removed`: it was damaged and is gone. What another version wrote, or cannot be read, stays.
+    """
 
     kind: Kind
     key: str
     path: Path
     entry: Entry | None
     fault: str | None
+    removed: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,8 @@ class EngineCache:
             if isinstance(found, Entry):
                 checked.append(Checked(kind, key, path, found, None))
             elif found is not None:
-                checked.append(Checked(kind, key, path, None, found))
+                gone = not any(map(os.path.lexists, self._names(kind, key)))
+                checked.append(Checked(kind, key, path, None, found, gone))
         return checked
 
     # Writing
@@ -444,10 +449,11 @@ class EngineCache:
             except OSError as error:
                 fault, done = f"it cannot be read ({error.strerror or error})", "left alone"
             except DamagedError as error:
-                fault, done = str(error), "removed"
                 for path in self._names(kind, ident):
                     with contextlib.suppress(OSError):  # read-only, or open on Windows
                         path.unlink(missing_ok=True)
+                there = any(map(os.path.lexists, self._names(kind, ident)))
+                fault, done = str(error), "it cannot be removed" if there else "removed"
         path = self._names(kind, ident)[0]
         logger.warning("cache entry %s: %s; %s, it will be built again.", path, fault, done)
         return fault

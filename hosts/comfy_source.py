@@ -27,6 +27,7 @@ from ..encoders import EncoderSpec
 from ..encoders.clip import POSITIONS, PROJECTION
 from ..errors import OctavoError
 from ..staging import upload
+from ..threads import submit
 from .comfy_fp8 import is_alone, is_quantized, other_layout, reaches_the_end, unpacked
 from .comfy_specs import half_bytes, is_t5, kind_of
 
@@ -365,8 +366,9 @@ def digest_of(patches: Mapping[str, list[Any]]) -> str:
         _collect(patches[name], facts, tensors)
     digest = hashlib.sha256("\n".join(facts).encode())
     # hashlib lets go of the interpreter's lock: some 100 MB of a LoRA take 20 ms.
-    for part in _hasher().map(_bytes_digest, _shares(tensors, HASHERS)):
-        digest.update(part)
+    parts = [submit(_hasher(), _bytes_digest, share) for share in _shares(tensors, HASHERS)]
+    for part in parts:
+        digest.update(part.result())
     return digest.hexdigest()
 
 

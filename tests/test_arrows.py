@@ -29,7 +29,7 @@ ROWS = (
     ("backends", "trt", "engine_cache"),
     ("checkpoints", "recipes", "prompts"),
     ("seeded",),
-    ("encoders", "device", "staging"),
+    ("encoders", "device", "staging", "threads"),
     ("errors",),
 )
 EDGES = ("nodes", "demo", "cli", "bench")

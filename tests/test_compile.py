@@ -452,13 +452,14 @@ def test_output(first: tuple[BuildResult, Path], tiny: Path, cache: Path, tmp_pa
 
 def test_output_replaces_a_file_and_nothing_else(tiny: Path, cache: Path, tmp_path: Path) -> None:
     old = tmp_path / "old.safetensors"
-    old.write_text("what was there before")
+    build(tiny, cache=cache, output=old, recipe="bf16")  # an earlier checkpoint
+    before = old.read_bytes()
     old.chmod(0o640)
     link = tmp_path / "link.safetensors"
     link.symlink_to(old)
     build(tiny, cache=cache, output=link)
     assert link.is_symlink() and stat.S_IMODE(old.stat().st_mode) == 0o640
-    assert open_quantized(old).spec.layers == 2
+    assert open_quantized(old).spec.layers == 2 and old.read_bytes() != before
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,8 @@ def test_output_replaces_a_file_and_nothing_else(tiny: Path, cache: Path, tmp_pa
         ("x" * 300 + ".safetensors", "cannot be written .File name too long"),
         ("model.safetensors", "is the model itself"),
         ("link.safetensors", "is the model itself"),
+        ("notes.md", "is there already and is no checkpoint of Octavo's"),
+        ("other.safetensors", "is there already and is no checkpoint of Octavo's"),
     ],
 )
 def test_output_that_cannot_be(place: str, fault: str, tmp_path: Path) -> None:
@@ -476,12 +479,14 @@ def test_output_that_cannot_be(place: str, fault: str, tmp_path: Path) -> None:
     model = save(tmp_path / "model.safetensors", tiny_tensors())
     (tmp_path / "link.safetensors").symlink_to(model)
     (tmp_path / "file").touch()
-    content, report = model.read_bytes(), Recorder()
+    (tmp_path / "notes.md").write_text("what a slip of the shell must not take")
+    save(tmp_path / "other.safetensors", tiny_tensors())
+    content, report = [p.read_bytes() for p in sorted(tmp_path.iterdir())], Recorder()
     with pytest.raises(FileError, match=fault):
         build(model, cache=tmp_path / "cache", output=tmp_path / place, report=report)
     assert report.events == []
-    assert model.read_bytes() == content
     assert not (tmp_path / "cache").exists()
+    assert [p.read_bytes() for p in sorted(tmp_path.iterdir())] == content
 
 
 # A checkpoint of Octavo's own as the model

@@ -229,7 +229,9 @@ def test_torch_files_without_tensors_by_name(junk, legacy, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.pt"
     torch.save(junk, path, _use_new_zipfile_serialization=not legacy)
-    assert fault_of(path).startswith(("cannot be read as tensors alone", "holds no tensors"))
+    fault = fault_of(path)
+    assert fault.startswith(("cannot be read as tensors alone", "holds no tensors"))
+    assert "weights_only" not in fault
     assert not (tmp_path / "evil").exists()
 
 
@@ -272,6 +274,34 @@ def test_odd_tensors_in_torch_files(kind, tmp_path):
     }[kind]
     torch.save({**p.canonical(), BLOCK0 + "mlp.fc1.weight": odd}, tmp_path / "x.pt")
     assert fault_of(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"<!DOCTYPE html><html>", "is a web page, not the file"),
+        (b"<html><head>", "is a web page, not the file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not the file"),
+        (b"hello, world", f"its header claims {int.from_bytes(b'hello, w', 'little')} bytes"),
+    ],
+)
+def test_what_is_no_weights_file_is_named(data, fault, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with pytest.raises((FileError, UnsupportedEncoder)) as caught:
+        detect(path)
+    assert caught.value.fault == fault
+
+
+def test_bytes_decide_and_not_the_suffix(tmp_path):
+    tensors = p.canonical()
+    plain = fingerprint(detect(p.write(tmp_path / "x.safetensors", tensors)).encoders[0])
+    assert fingerprint(detect(p.write(tmp_path / "x.pt", tensors)).encoders[0]) == plain
+    for legacy in (False, True):
+        torch.save(tensors, tmp_path / "y", _use_new_zipfile_serialization=not legacy)
+        assert fingerprint(detect(tmp_path / "y").encoders[0]) == plain
+        (tmp_path / "y").rename(tmp_path / "y.safetensors")
+        assert fault_of(tmp_path / "y.safetensors") == "is a torch file under another name"
 
 
 def test_paths(tmp_path):

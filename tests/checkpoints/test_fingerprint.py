@@ -86,6 +86,16 @@ def test_a_tensor_of_several_parts_is_what_the_docstring_says(transposed):
     assert fingerprint(held(tensors)).body == as_described(tensors)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_how_a_tensor_lies_in_memory_does_not_change_it(dtype):
+    """A column of a table, say, which a torch file keeps as it was."""
+    whole = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3).to(dtype)
+    views = [whole[:, 0, 0], whole[:, :, 1], whole[0].T, whole[1, :, :1], whole[:1, 2:3, 2]]
+    for view in views:
+        want = fingerprint(held({"a": view.contiguous()}))
+        assert fingerprint(held({"a": view})) == want, view.stride()
+
+
 def test_every_tensor_counts(tmp_path):
     tensors = p.canonical()
     plain = of(p.write(tmp_path / "x.safetensors", tensors))

@@ -239,7 +239,18 @@ def test_what_is_left_names_its_format(tmp_path):
         detect(p.write(tmp_path / "t5.safetensors", t5))
 
 
+def test_blocks_under_another_name_are_not_left_out(tmp_path):
+    """Of the last ones, that is; without the others a block would be missing."""
+    last = ".1."
+    named = [p.hugging_face(p.canonical(), ""), p.openai(p.canonical())]
+    for first, second in (named, named[::-1]):
+        mixed = {n: t for n, t in first.items() if last not in n}
+        mixed |= {n: t for n, t in second.items() if last in n}
+        with pytest.raises(FileError, match="two text encoders, or parts of them"):
+            detect(p.write(tmp_path / "x.safetensors", mixed))
+
+
 def test_two_layouts_under_one_prefix(tmp_path):
     both = {**p.openai(p.canonical()), **p.hugging_face(p.canonical(), "")}
-    with pytest.raises(FileError, match="two text encoders under the prefix ''"):
+    with pytest.raises(FileError, match="two text encoders, or parts of them, under the prefix ''"):
         detect(p.write(tmp_path / "x.safetensors", both))

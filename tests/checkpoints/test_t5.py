@@ -167,6 +167,62 @@ def test_fp8_under_other_names_is_the_same_encoder(make, assemble, tmp_path):
     assert fingerprint(weights) == fingerprint(usual)
 
 
+SIDES = ("weight_scale", "scale_weight", "input_scale", "scale_input", "comfy_quant")
+
+
+@pytest.mark.parametrize("weights", ["transformers", "stack", "wan"])
+@pytest.mark.parametrize("sides", ["transformers", "stack", "wan", "elsewhere"])
+@pytest.mark.parametrize("make", [fp8_files.legacy, fp8_files.comfy_quant])
+def test_scales_under_another_name_are_not_dropped(make, sides, weights, tmp_path):
+    """As a converter that renames weights alone would leave them; the codes would be the values."""
+    own = make(fp8_files.coded(p.t5_canonical(UMT5), UMT5.linears()))
+    own.pop("scaled_fp8", None)  # with it a scale that is missing is missed
+    named = {"transformers": own, "stack": stack(own), "wan": wan(own)}
+    named["elsewhere"] = p.prefixed(own, "x.")
+    mixed = {n: t for n, t in named[weights].items() if n.rpartition(".")[2] not in SIDES}
+    mixed |= {n: t for n, t in named[sides].items() if n.rpartition(".")[2] in SIDES}
+    path = p.write(tmp_path / "x.safetensors", mixed)
+    if sides == weights:
+        assert all(
+            linear.fp8.weight_scale for linear in detect(path).encoders[0].quantized.values()
+        )
+        return
+    with pytest.raises(FileError, match="has no weight beside it, and FP8 weights lack a scale"):
+        detect(path)
+
+
+def plain_fp8(spec):
+    """Names -> tensors of a file whose codes are the values."""
+    coded = fp8_files.coded(p.t5_canonical(spec), spec.linears())
+    return {**coded.rest, **{f"{name}.weight": codes for name, codes in coded.codes.items()}}
+
+
+def test_a_note_in_the_metadata_for_other_names_is_not_dropped(tmp_path):
+    note = {"format": "float8_e4m3fn"}
+    for layers in (dict.fromkeys(UMT5.linears(), note), {"img_in": note}, {}):
+        metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
+        path = p.write(tmp_path / "x.safetensors", wan(plain_fp8(UMT5)), metadata)
+        if not layers:
+            assert detect(path).encoders[0].dtype == "fp8"
+            continue
+        with pytest.raises(FileError, match="which is not there, and FP8 weights lack a scale"):
+            detect(path)
+
+
+def test_scales_of_the_diffusion_model_beside_a_plain_fp8_encoder(tmp_path):
+    """One file whose text encoder has no scales, and whose other parts do."""
+    part = "model.diffusion_model.double_blocks.0.img_attn.qkv."
+    others = {
+        part + "weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        part + "weight_scale": torch.tensor(2.0),
+    }
+    layers = {"double_blocks.0.img_attn.qkv": {"format": "float8_e4m3fn"}}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
+    encoder = p.prefixed(plain_fp8(p.SMALL_T5), "text_encoders.t5xxl.transformer.")
+    path = p.write(tmp_path / "x.safetensors", {**encoder, **others}, metadata)
+    assert detect(path).encoders[0].dtype == "fp8"
+
+
 def test_wans_own_file_by_its_header_and_as_a_torch_file(tmp_path):
     shapes = wan(seeded.UMT5_XXL.tensors())
     assert len(shapes) == 242 and shapes["blocks.23.ffn.gate.0.weight"] == (10240, 4096)
@@ -229,6 +285,43 @@ def test_full_sizes_by_headers_alone(size, tmp_path):
     (weights,) = detect(path).encoders
     assert (weights.spec, weights.dtype) == (spec, "bf16")
     assert weights.name == (size if "xxl" in size else "t5")
+
+
+@pytest.mark.parametrize("first", ["transformers", "stack", "wan"])
+@pytest.mark.parametrize("second", ["transformers", "stack", "wan"])
+def test_blocks_under_another_name_are_not_left_out(first, second, tmp_path):
+    """Of the last ones, that is; without the others a block would be missing."""
+    tensors = {**p.t5_canonical(UMT5), TOKENS: p.t5_canonical(UMT5)[TOKENS]}
+    named = {"transformers": renamed(tensors), "stack": stack(tensors), "wan": wan(tensors)}
+    mixed = {n: t for n, t in named[first].items() if ".2." not in n[:16]}
+    mixed |= {n: t for n, t in named[second].items() if ".2." in n[:16]}
+    path = p.write(tmp_path / "x.safetensors", mixed)
+    if first == second:
+        assert detect(path).encoders[0].spec.layers == 3
+        return
+    with pytest.raises(FileError, match="two text encoders, or parts of them, under the prefix ''"):
+        detect(path)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_relative_of_t5_is_not_taken_for_it(alone, tmp_path):
+    """UDOP's encoder: the same blocks, and tokens that have places on a page."""
+    import transformers
+
+    kind = transformers.UdopEncoderModel(
+        transformers.UdopConfig(
+            vocab_size=200, d_model=64, d_kv=12, d_ff=96, num_layers=3, num_heads=4
+        )
+    )
+    state = (kind.encoder if alone else kind).state_dict()
+    state = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    with pytest.raises(FileError, match=r"(relative_bias|cell_2d).*is none of a T5 encoder's"):
+        detect(p.write(tmp_path / "x.safetensors", state))
+
+
+def test_a_head_beside_a_t5_is_not_its(tmp_path):
+    path = p.write(tmp_path / "x.safetensors", {**p.t5_canonical(), "head.weight": torch.ones(4)})
+    assert [e.name for e in detect(path).encoders] == ["t5"]
 
 
 def test_every_tensor_counts(tmp_path):
@@ -322,6 +415,10 @@ DAMAGED = {
     "another width": (
         shaped(TOKENS, 200, 65),
         "[200, 65], expected [vocabulary, 64]",
+    ),
+    "two tables": (
+        shaped(EMBED_TOKENS, 150, 64),
+        f"'{EMBED_TOKENS}' has the shape [150, 64], expected [200, 64]",
     ),
     "two shapes": (shaped(BLOCK1 + WI_0, 64, 96), "has the shape [64, 96], expected [96, 64]"),
     "heads that do not fit": (
