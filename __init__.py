@@ -16,16 +16,18 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     return Octavo()
 
 
-_LAZY = ("accelerate", "accelerating", "report", "restore")
+_LAZY = ("accelerate", "accelerating", "recipes", "report", "restore")
 
 
 def __getattr__(name: str) -> object:
-    """The functions for diffusers, imported when they are first asked for."""
+    """The functions for diffusers and what they take, imported when they are first asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .hosts import diffusers
+    from importlib import import_module
 
-    return getattr(diffusers, name)
+    if name == "recipes":
+        return import_module(".recipes", __package__)
+    return getattr(import_module(".hosts.diffusers", __package__), name)
 
 
 def __dir__() -> list[str]:

@@ -353,10 +353,16 @@ def _versions(device: Device) -> dict[str, str]:
     return found
 
 
-def shapes_of(spec: EncoderSpec, wanted: Sequence[Shape] | None) -> list[Shape]:
+def shapes_of(
+    spec: EncoderSpec,
+    wanted: Sequence[Shape] | None,
+    say: Callable[[str], object] = lambda _: None,
+) -> list[Shape]:
     """What to time: what was asked for, as far as the encoder goes, or what hosts send."""
     if wanted is None:
         wanted = [(1, 256), (1, 512)] if isinstance(spec, T5Spec) else [(1, 77), (2, 77)]
+    if any(tokens > spec.longest for _, tokens in wanted):
+        say(f"{spec.family} takes {spec.longest} tokens at most: these are timed for more.")
     return list(dict.fromkeys((batch, min(tokens, spec.longest)) for batch, tokens in wanted))
 
 

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,8 @@ def app() -> None:
     """
 
 
-JSON_REMEDY = "free some space or give --json another FILE"
+JSON_ELSEWHERE = "give --json another FILE"
+JSON_REMEDY = f"free some space or {JSON_ELSEWHERE}"
 
 
 def _check_json(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -143,12 +145,12 @@ def _check_json(_: click.Context, param: click.Parameter, value: str | None) -> 
     if value not in (None, "-"):
         from .checkpoints.writing import refuse_unwritable
 
-        refuse_unwritable(Path(value), JSON_REMEDY)
+        refuse_unwritable(Path(value), JSON_ELSEWHERE)
         if Path(value).is_file() and not _is_result(Path(value)):
             raise FileError(
                 value,
                 "is there already and holds no result of Octavo's",
-                "give --json another FILE",
+                JSON_ELSEWHERE,
             )
     return value
 
@@ -338,6 +340,9 @@ def build(
         show_build(result)
         if output is not None:
             click.echo(f"The checkpoint is also at {output}")
+            if any(not b.encoder.spec.family.endswith("t5_xxl") for b in result.encoders):
+                note = "ComfyUI without Octavo's nodes ignores the scales of such a file"
+                click.echo(f"Note: {note}; do not load it there.", err=True)
 
 
 @app.command()
@@ -424,11 +429,11 @@ def bench(
 
     wanted = None if shapes is None else bench_module.parse_shapes(shapes)
     store = _opened(cache_dir)
+    say = partial(click.echo, err=True)
     results = [
         bench_module.bench(
-            host, bench_module.shapes_of(host.spec, wanted),
-            cache=store, repeats=repeats, compiled=compiled,
-            say=lambda text: click.echo(text, err=True),
+            host, bench_module.shapes_of(host.spec, wanted, say),
+            cache=store, repeats=repeats, compiled=compiled, say=say,
         )
         for host in _bench_hosts(model, seeded, encoders)
     ]  # fmt: skip

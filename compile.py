@@ -81,7 +81,8 @@ T5_LENGTHS = (1, 256, LONGEST)
 T5_SAMPLE = 77  # tokens of a held-out prompt: what SD3 pads to
 T5_CALIBRATION_BATCH = 8
 NOT_CALIBRATED = "none"
-OUTPUT_REMEDY = "free some space or give --output another place"
+OUTPUT_ELSEWHERE = "give --output another place"
+OUTPUT_REMEDY = f"free some space or {OUTPUT_ELSEWHERE}"
 
 
 @dataclass(frozen=True)
@@ -391,11 +392,7 @@ def build(
     """
     start = time.monotonic()
     cache = cache or EngineCache()
-    shipped = len(prompts.load_tokens("calibration"))
-    if recipe.prompts > shipped:
-        raise OctavoError(
-            f"--prompts {recipe.prompts} is more than the {shipped} calibration prompts there are."
-        )
+    _check_prompts(recipe)
     _package(flavour)
     if flavour == "tensorrt":
         _local_gpu()
@@ -433,6 +430,14 @@ def build(
     return result
 
 
+def _check_prompts(recipe: Recipe) -> None:
+    shipped = len(prompts.load_tokens("calibration"))
+    if recipe.prompts > shipped:
+        raise OctavoError(
+            f"--prompts {recipe.prompts} is more than the {shipped} calibration prompts there are."
+        )
+
+
 def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeights]) -> None:
     path = detected.file.path
     if len(chosen) != 1:
@@ -441,7 +446,7 @@ def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeig
             path, f"holds {len(chosen)} encoders ({names}) for one output file",
             "name one with --encoder",
         )  # fmt: skip
-    refuse_unwritable(output, OUTPUT_REMEDY)
+    refuse_unwritable(output, OUTPUT_ELSEWHERE)
     if any(os.path.realpath(output) == identity.path for identity in detected.file.identities):
         raise FileError(output, "is the model itself", "give --output the name of another file")
     if output.is_file() and not _is_checkpoint(output):
@@ -1097,6 +1102,7 @@ def verify(
     from .verify import States, reference_by_blocks, reference_run, states_of
 
     cache = cache or EngineCache()
+    _check_prompts(recipe)
     detected = detect(path, activation=activation)
     results = []
     for encoder in select(detected, encoders):

@@ -211,6 +211,17 @@ def _device_text(facts: dict[str, Any]) -> list[str]:
     return [*lines, *([facts["problem"]] if "problem" in facts else [])]
 
 
+def _may_replace(path: Path) -> bool:
+    """Whether there is nothing at `path`, or an empty file or facts as `doctor` writes them."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8") or '{"packages": {}}')
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
+        return True  # writing it will tell
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "packages" in found
+
+
 def main(arguments: list[str]) -> int:
     """`--json FILE` (`-` for standard output) writes the facts; otherwise the text is printed."""
     if arguments and (arguments[0] != "--json" or len(arguments) != 2):
@@ -226,8 +237,13 @@ def main(arguments: list[str]) -> int:
     if arguments[1] == "-":
         print(data)
         return 0
+    path = Path(arguments[1])
+    if not _may_replace(path):
+        fault = "is there already and holds no result of Octavo's"
+        print(f"doctor: {path}: {fault}; give another FILE.", file=sys.stderr)
+        return 2
     try:
-        Path(arguments[1]).write_text(data + "\n", encoding="utf-8")
+        path.write_text(data + "\n", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
         print(f"doctor: {arguments[1]}: {reason}; give another FILE.", file=sys.stderr)

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if command not in ("demo", "test"):
         asked = command in ("", "-h", "--help")
         print(__doc__, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        return 0 if asked else complain(f"there is no '{command}'; name one of these commands.", 2)
     try:
         set_up()
         return demo(arguments[1:]) if command == "demo" else test(arguments[1:])

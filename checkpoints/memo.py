@@ -61,7 +61,8 @@ class Memo:
             kept = dict([*entries.items(), (key, entry)][-_MAX_ENTRIES:])
             self._write(json.dumps({"schema": _SCHEMA, "entries": kept}))
         except OSError as error:
-            _LOG.warning("a fingerprint is not remembered: %s", error)
+            reason = error.strerror or error
+            _LOG.warning("%s is hashed again next time: %s: %s", file.path, self.path, reason)
             return False
         return True
 

@@ -32,6 +32,9 @@ def _has_fp8_gpu() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = None
+    checkout = os.environ.get("OCTAVO_COMFYUI")
+    if checkout and not (Path(checkout) / "comfy").is_dir():
+        raise pytest.UsageError(f"OCTAVO_COMFYUI={checkout}: there is no ComfyUI; name a checkout")
     for item in items:
         if item.get_closest_marker("gpu"):
             gpu = _has_fp8_gpu() if gpu is None else gpu
@@ -39,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason="needs an NVIDIA GPU with FP8 (SM 8.9 or newer)")
                 )
-        if item.get_closest_marker("comfyui") and not os.environ.get("OCTAVO_COMFYUI"):
+        if item.get_closest_marker("comfyui") and not checkout:
             item.add_marker(pytest.mark.skip(reason="needs OCTAVO_COMFYUI=<a ComfyUI checkout>"))
 
 

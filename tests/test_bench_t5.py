@@ -39,8 +39,14 @@ def host(spec: EncoderSpec) -> LiveHost:
 def test_shapes() -> None:
     assert shapes_of(T5_XXL, None) == [(1, 256), (1, 512)]
     assert shapes_of(CLIP_L, None) == [(1, 77), (2, 77)]
-    assert shapes_of(CLIP_L, [(1, 512), (1, 77), (3, 5)]) == [(1, 77), (3, 5)]
-    assert shapes_of(T5_XXL, [(1, 5000)]) == [(1, 1024)]
+    said: list[str] = []
+    assert shapes_of(CLIP_L, [(1, 77), (3, 5)], said.append) == [(1, 77), (3, 5)] and not said
+    assert shapes_of(CLIP_L, [(1, 512), (1, 77), (3, 5)], said.append) == [(1, 77), (3, 5)]
+    assert shapes_of(T5_XXL, [(1, 5000)], said.append) == [(1, 1024)]
+    assert [text.partition(":")[0] for text in said] == [
+        "clip_l takes 77 tokens at most",
+        "t5_xxl takes 1024 tokens at most",
+    ]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -263,12 +263,37 @@ def test_cache_commands(
     assert json.loads(run("cache", "list", *where, "--json", "-").out)["entries"] == []
 
 
+def test_an_empty_budget_is_none(run: Callable[..., Result], cache: Path) -> None:
+    done = run("cache", "prune", "--budget", "", "--cache", cache)
+    assert done.code == 2 and "--budget: '' is not a size; give bytes, or K, M" in done.err
+
+
+@pytest.mark.parametrize("command", [("build", "--gpu", "rtx4090"), ("verify",)])
+def test_more_prompts_than_there_are(
+    command: tuple[str, ...], run: Callable[..., Result], tiny: Path
+) -> None:
+    done = run(*command, tiny, "--prompts", 5000)
+    said = "octavo: --prompts 5000 is more than the 610 calibration prompts there are."
+    assert (done.code, complaint(done.err)) == (2, complaint(said))
+
+
 def test_cache_verify_removes_what_is_damaged(run: Callable[..., Result], cache: Path) -> None:
     (plan,) = artifacts(cache, "plans")
     plan.write_bytes(plan.read_bytes()[:-1])
     done = run("cache", "verify", "--cache", cache)
     assert done.code == 0
     assert "whole: 1, damaged and removed: 1" in done.out and not plan.exists()
+
+
+def test_cache_verify_tells_what_stays(run: Callable[..., Result], cache: Path) -> None:
+    (plan,) = artifacts(cache, "plans")
+    manifest = plan.with_suffix(".json")
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**facts, "schema": 0}))
+    done = run("cache", "verify", "--cache", cache)
+    assert done.code == 0 and f"left alone: plan {plan.stem}: its manifest has schema 0" in done.out
+    assert "whole: 1, damaged and removed: 0, of another version or unreadable: 1" in done.out
+    assert plan.exists() and manifest.exists()
 
 
 def test_cache_clear_asks(run: Callable[..., Result], cache: Path) -> None:
@@ -446,7 +471,7 @@ def test_bad_gpu(run: Callable[..., Result], tiny: Path, name: str, said: str) -
         ("--flavour", "tensorrt", "tensorrt: the package is not installed in this Python; install"),
         ("--output", "{tmp}", ": is a folder; name a file in it"),
         ("--json", "{tmp}", ": is a folder; name a file in it"),
-        ("--json", "{tmp}/file/x.json", "cannot be written .*file is no folder.; free some space"),
+        ("--json", "{tmp}/file/x.json", "cannot be written .*file is no folder.; give --json"),
         ("--cache", "{tmp}/file", "cache .*: a file and a folder share this name; move it away"),
         ("--cache", "{tmp}/file/cache", "cache .*: a file and a folder share this name; move"),
     ],
@@ -599,6 +624,7 @@ def test_strange_paths(folder: str, tiny: Path, cache: Path, tmp_path: Path) -> 
     (engine,) = facts["encoders"][0]["engines"]
     assert not engine["cached"] and Path(engine["path"]).parent == where / "plans"
     assert (place / "out.safetensors").stat().st_size > 10e6
+    assert "without Octavo's nodes ignores the scales of such a file" in done.stderr
     assert partial_files(place) == []
 
 

@@ -241,6 +241,33 @@ def test_main(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert capsys.readouterr().err.startswith(f"doctor: {tmp_path}: Is a directory; give another")
 
 
+@pytest.mark.parametrize(
+    ("text", "code"), [("", 0), ('{"packages": {}}', 0), ("# Notes", 2), ("{}", 2), ("[]", 2)]
+)
+def test_only_facts_are_written_over(
+    text: str, code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "facts.json"
+    path.write_text(text)
+    assert doctor.main(["--json", str(path)]) == code
+    if code:
+        assert path.read_text() == text
+        said = "is there already and holds no result of Octavo's; give another FILE."
+        assert capsys.readouterr().err == f"doctor: {path}: {said}\n"
+    else:
+        check(json.loads(path.read_text()), FACTS)
+
+
+def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is tried there: each import would fail with a reason of its own."""
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 10, 12))
+    facts = doctor.examine()
+    assert facts.pop("problem") == doctor.OLD_PYTHON == facts["cache"]["problem"]
+    check(facts, FACTS)
+    assert not facts["python_supported"] and not facts["builder"]["able"]
+    assert "This Python is too old: Octavo needs 3.11 or newer." in doctor.text(facts)
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Python with nothing installed, and a clone under a name that cannot be imported."""

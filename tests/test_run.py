@@ -76,6 +76,7 @@ def test_unknown_command(run: ModuleType, capsys: pytest.CaptureFixture[str]) ->
     assert run.main(["dmeo"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "python run.py test" in err
+    assert err.endswith("run.py: there is no 'dmeo'; name one of these commands.\n")
 
 
 def test_arguments_reach_the_command(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if len(sys.argv) < 2 or not Path(sys.argv[1], "comfy").is_dir():
+    sys.exit("usage: python comfyui_run.py CHECKOUT [ComfyUI's own options]")
 CHECKOUT = Path(sys.argv.pop(1)).resolve()
 sys.path.insert(0, str(CHECKOUT))
 

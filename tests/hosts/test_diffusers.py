@@ -655,9 +655,11 @@ import json, sys, time
 start = time.perf_counter()
 import octavo
 seconds = time.perf_counter() - start
-names = [n for n in ("accelerate", "accelerating", "report", "restore") if n in dir(octavo)]
+public = ("accelerate", "accelerating", "recipes", "report", "restore")
+names = [n for n in public if n in dir(octavo)]
 heavy = {"torch", "tensorrt", "modelopt", "onnx", "onnxruntime", "transformers", "diffusers"}
 before = sorted(heavy & set(sys.modules))
+octavo.recipes.Floor(token_mean=0.9, token_min=0.9, pooled=0.9)
 octavo.accelerate
 after = sorted(heavy & set(sys.modules))
 try:
@@ -669,5 +671,5 @@ print(json.dumps([seconds, names, before, after, missing]))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, names, before, after, missing = json.loads(run.stdout)
     assert seconds < 0.5  # 50 ms on a machine with nothing else to do
-    assert len(names) == 4 and before == [] and after == ["torch"]
+    assert len(names) == 5 and before == [] and after == ["torch"]
     assert missing == "module 'octavo' has no attribute 'nothing'"
