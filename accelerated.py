@@ -102,8 +102,9 @@ class Host(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """The unpatched weight `name`, any float dtype, any device; not kept.
+        """The unpatched weight `name`, any float dtype, any device; not kept for long.
 
+        Memory of its own: the next reads must not overwrite it.
         The values must stay what they were at the first prompt: a host whose weights change passes
         the new ones as `Patched`, or closes the encoder and makes another.
         """
@@ -332,7 +333,7 @@ class AcceleratedEncoder:
     def prepare(self) -> EncoderReport:
         """Choose, build or load, and check an engine now instead of at the first prompt."""
         with self._lock:
-            if not self._prepared:
+            if not self._prepared and not self._closed:
                 start = time.monotonic()
                 self._prepare()
                 self._prepared = True

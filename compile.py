@@ -256,6 +256,9 @@ class _Live:
         self._in_codes = hasattr(source, "stored")  # as Source.quantized says
         self.scales: Sequence[str] = getattr(source, "scales", ()) if self._in_codes else ()
 
+    def check(self) -> None:
+        """Memory that is held does not go."""
+
     def stored(self, name: str) -> Tensor:
         import torch
 

@@ -99,7 +99,7 @@ def _activate(x, KIND: tl.constexpr):
         root = tl.rsqrt(1.0 + tl.exp2(u * -2.302208198144325))  # 2 sqrt(2 / pi) log2(e)
         y = x * root * root
     elif KIND == "relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0.0, 0.0, x)  # NaN stays
     else:
         # max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2, with the erfc of Abramowitz and Stegun, 7.1.26,
         # which is off by at most 1.5e-7; |x| is bounded so that an infinite x gives no NaN.
@@ -186,7 +186,8 @@ def _weighed(score, value, unit, top, total, acc, FUSED: tl.constexpr):
     """(top, total, acc) with one more block of keys; its scores are [QUERIES, KEYS] (Dao 2023).
 
     A key weighs 2 to the power of its score times `unit`. FUSED takes an instruction less for it,
-    but equal scores no longer cancel out exactly: not where every score may be -1e30.
+    but equal scores no longer cancel out exactly: not where every score may be -1e30, and not
+    beyond 1e8, where the rounding of a product of scores is a large exponent (T5's are below 1e4).
     """
     higher = tl.maximum(top, tl.max(score, 1))
     if FUSED:

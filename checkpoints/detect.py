@@ -109,6 +109,10 @@ class EncoderWeights:
         """What messages call these weights: the file's path."""
         return self.file.path
 
+    def check(self) -> None:
+        """Raise FileError if the file has changed since it was opened."""
+        self.file.check()
+
     def names(self) -> list[str]:
         """Canonical names in the order of the spec's `tensors`; a projection comes last."""
         return list(self._parts)

@@ -128,7 +128,7 @@ class _Source:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, backed by the mapped file. Raises FileError."""
         # Touching a mapped page that is no longer in the file kills the process: look before.
-        self._check_unchanged()
+        self.check()
         return self._map(name)
 
     def values(self, names: Collection[str]) -> dict[str, bytes]:
@@ -136,7 +136,7 @@ class _Source:
 
         Raises FileError.
         """
-        self._check_unchanged()
+        self.check()
         return {name: self._bytes(self._map(name)) for name in names}
 
     @staticmethod
@@ -146,7 +146,8 @@ class _Source:
         found: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return found
 
-    def _check_unchanged(self) -> None:
+    def check(self) -> None:
+        """Raise FileError unless the file is the one that was opened."""
         try:
             now = replace(FileIdentity.of(self.path), ctime_ns=self.identity.ctime_ns)
         except OSError:
@@ -176,7 +177,7 @@ class _Safetensors(_Source):
         self._body_start = 8 + length
 
     def values(self, names: Collection[str]) -> dict[str, bytes]:
-        self._check_unchanged()
+        self.check()
         found = {}
         try:
             with self.path.open("rb") as file:
@@ -448,6 +449,11 @@ class WeightsFile:
         for source, inners in wanted.items():
             found |= {inners[inner]: data for inner, data in source.values(inners).items()}
         return found
+
+    def check(self) -> None:
+        """Raise FileError if a file has changed since it was opened: touch no tensor of it then."""
+        for source in self._sources:
+            source.check()
 
     def close(self) -> None:
         for source in self._sources:

@@ -42,7 +42,7 @@ _NOT_FINITE = {
 class Weights(Protocol):
     """What is hashed: `EncoderWeights` of a file, or a host's live weights (compile.py).
 
-    Asked by the thread that calls `fingerprint`, and by no other.
+    Asked by the thread that calls `fingerprint`, and by no other but for `check`.
     """
 
     @property
@@ -60,11 +60,18 @@ class Weights(Protocol):
         ...
 
     def stored(self, name: str) -> torch.Tensor:
-        """The values of a canonical tensor, E4M3 codes as they are, on any device."""
+        """The values of a canonical tensor, E4M3 codes as they are, on any device.
+
+        They must stay as they are while others are asked for.
+        """
         ...
 
     def side(self, name: str) -> tuple[str, torch.Tensor]:
         """(canonical name, value) of one of `scales`."""
+        ...
+
+    def check(self) -> None:
+        """Raise FileError if the memory of what `stored` gave may have gone. From any thread."""
         ...
 
     def sources(self, name: str) -> Sequence[str]:
@@ -175,7 +182,7 @@ class _Hashing:
         refusal = partial(_not_finite, self._weights, tensor, sources)
         parts = []
         for part in _parts(tensor):
-            future = submit(self._threads, _digest, part)
+            future = submit(self._threads, _digest, part, self._weights.check)
             self._pending[future] = 4 * part.numel(), refusal
             parts.append(future)
             del part  # the thread alone holds it now, and lets it go
@@ -187,7 +194,7 @@ class _Hashing:
         """Wait for any part, and tell of those that are done."""
         done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
         if any(part.exception() or part.result() is None for part in done):
-            self._refuse()
+            self._refuse()  # or raise what a part ended in
         for part in done:
             size, _ = self._pending.pop(part)
             self._done += size
@@ -218,16 +225,18 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield rows.reshape(-1)[start - first * row : stop - first * row].cpu().contiguous()
 
 
-def _digest(part: torch.Tensor) -> bytes | None:
+def _digest(part: torch.Tensor, check: Callable[[], None]) -> bytes | None:
     """The SHA-256 of one of `_parts`, widened to fp32 if it is not codes; None if not finite.
 
-    Runs beside others like it, so torch must not share its work out among further threads.
+    `check` is called before the part is touched. Runs beside others like it, so torch must not
+    share its work out among further threads.
     """
     import torch
 
     codes = _are_codes(part)
     digest = hashlib.sha256()
     wide = torch.empty(0 if codes else min(_BLOCK, part.numel()), dtype=torch.float32)
+    check()
     for block in part.split(_BLOCK):
         if str(block.dtype) not in _NOT_FINITE:
             block = block.to(torch.float32)

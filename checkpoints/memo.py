@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import stat
 import uuid
 from dataclasses import astuple
 from pathlib import Path
@@ -81,7 +82,8 @@ class Memo:
     def _entries(self) -> dict[str, dict[str, Any]]:
         """All sound entries, the oldest first; none if the memo is damaged or of another schema."""
         try:
-            if self.path.stat().st_size > _MAX_BYTES:
+            found = self.path.stat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:  # a pipe would wait
                 return {}
             memo = json.loads(self.path.read_bytes())
             if memo["schema"] != _SCHEMA:

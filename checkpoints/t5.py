@@ -124,10 +124,8 @@ WAN = T5Layout(
         "layer.0.layer_norm.weight": "norm1.weight",
         "layer.1.layer_norm.weight": "norm2.weight",
     },
-    # Image models too have blocks.0.attn; no other has these.
-    probe=re.compile(
-        rf"{START}(?<!decoder\.)blocks\.{LAYER}\.(?:pos_embedding\.embedding|ffn\.gate\.0)\.weight$"
-    ),
+    # Image models too have blocks.0.attn and blocks.0.ffn; no other has this.
+    probe=re.compile(rf"{START}(?<!decoder\.)blocks\.{LAYER}\.pos_embedding\.embedding\.weight$"),
     umt5=True,
 )
 LAYOUTS = (TRANSFORMERS, STACK, WAN)

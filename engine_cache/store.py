@@ -245,6 +245,8 @@ class EngineCache:
         folder = artifact.parent
         try:
             path = atomic.new_partial(folder, _id(key))
+        except FileNotFoundError as error:  # below /proc, say, whoever asks
+            raise CacheError(folder, "it cannot be made", atomic.ELSEWHERE) from error
         except OSError as error:
             raise atomic.cache_error(folder, error) from error
         atomic.sweep_partials(folder, self._is_abandoned)

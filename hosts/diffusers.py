@@ -88,6 +88,8 @@ def accelerate(
         )
     texts = _texts(calibration_prompts)
     if cache is not None and not isinstance(cache, EngineCache):
+        if not os.fspath(cache):  # as of an unset variable; it would be the current folder
+            raise OctavoError("cache is empty; name a folder, or leave it out.")
         cache = EngineCache(Path(cache))
     root = None if cache is None else cache.root
     found = _text_encoders(pipe)

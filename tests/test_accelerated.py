@@ -451,6 +451,12 @@ def test_nan_in_the_input_does_not_poison_later_calls(make) -> None:
     assert torch.equal(encoder.encode(prompt())[1], want)
 
 
+def test_nothing_is_built_after_close(make) -> None:
+    encoder = make()
+    encoder.close()
+    assert encoder.prepare().engine == "host" and encoder.vram_bytes == 0
+
+
 def test_close_is_final_and_harmless_twice(make) -> None:
     encoder = make()
     encoder.encode(prompt())

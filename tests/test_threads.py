@@ -49,6 +49,7 @@ def test_digests_are_the_same(count: int, tmp_path: Path, monkeypatch: pytest.Mo
         projection_shape=None,
         scales=(),
         label="x",
+        check=lambda: None,
         stored=tensors.__getitem__,
         sources=lambda name: (name,),
     )

@@ -37,6 +37,7 @@ def held(tensors, **own):
         "label": "held",
         "stored": tensors.__getitem__,
         "side": None,
+        "check": lambda: None,
         "sources": lambda name: (name,),
     }
     return SimpleNamespace(**facts | own)
@@ -94,6 +95,29 @@ def test_how_a_tensor_lies_in_memory_does_not_change_it(dtype):
     for view in views:
         want = fingerprint(held({"a": view.contiguous()}))
         assert fingerprint(held({"a": view})) == want, view.stride()
+
+
+def test_a_file_cut_short_meanwhile_is_told(tmp_path, parts_of):
+    """Its memory is gone with it: a thread that touched it would end the process."""
+    parts_of(1000, 1)
+    path = p.write(tmp_path / "x.safetensors", p.canonical())
+    script = """
+import os, sys
+from octavo.checkpoints import detect, fingerprint
+from octavo.errors import FileError
+module = sys.modules["octavo.checkpoints.fingerprint"]
+module._PART, module._WORKERS = 1000, 1
+def cut(done, total):
+    if done > total // 2:
+        os.truncate(sys.argv[1], 1000)
+try:
+    fingerprint(detect(sys.argv[1]).encoders[0], cut)
+except FileError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{path}: changed while it was being read; start again.\n", done
 
 
 def test_every_tensor_counts(tmp_path):
@@ -222,9 +246,9 @@ def test_parts_of_one_tensor_are_hashed_at_the_same_time(parts_of, monkeypatch):
     parts_of(1000, 3)
     together, digest = threading.Barrier(3), MODULE._digest
 
-    def waiting(part):
+    def waiting(part, check):
         together.wait(30)  # raises where not all three come
-        return digest(part)
+        return digest(part, check)
 
     monkeypatch.setattr(MODULE, "_digest", waiting)
     fingerprint(held({"x": torch.ones(6000)}))
@@ -244,10 +268,10 @@ def test_the_first_fault_in_order_is_told(then, parts_of, monkeypatch):
     parts_of(1000, 2)
     digest = MODULE._digest
 
-    def slow(part):
+    def slow(part, check):
         if part[0] == 7:
             time.sleep(0.3)
-        return digest(part)
+        return digest(part, check)
 
     monkeypatch.setattr(MODULE, "_digest", slow)
     broken = torch.full((1500,), torch.nan)
@@ -290,7 +314,7 @@ def test_progress_may_cancel(parts_of):
 def test_a_thread_may_fail(parts_of, monkeypatch):
     parts_of(1000, 2)
 
-    def failing(part):
+    def failing(part, check):
         raise MemoryError
 
     monkeypatch.setattr(MODULE, "_digest", failing)
@@ -348,9 +372,9 @@ def test_few_parts_are_under_way(workers, parts_of, monkeypatch):
             most.append(len(made) - len(finished))
             yield part
 
-    def slow(part):
+    def slow(part, check):
         time.sleep(0.005)
-        found = digest(part)
+        found = digest(part, check)
         finished.append(1)
         return found
 
@@ -413,7 +437,7 @@ def work(call):
     before = set(os.listdir("/proc/self/task"))
     call()
     print(len(set(os.listdir("/proc/self/task")) - before))
-for call in (lambda: digest(part), lambda: part.float()):
+for call in (lambda: digest(part, lambda: None), lambda: part.float()):
     thread = threading.Thread(target=work, args=[call])
     thread.start()
     thread.join()

@@ -269,6 +269,20 @@ def test_a_decoder_alone_is_named(tmp_path):
     assert "A T5 decoder at 'dec.' is left as it is" in detected.unsupported[0]
 
 
+def test_wans_code_with_one_bias_for_all_blocks_is_no_umt5(tmp_path):
+    shared = {n.replace("blocks.0.pos_", "pos_"): t for n, t in wan(p.t5_canonical()).items()}
+    with pytest.raises(UnsupportedEncoder, match="no text encoder that Octavo knows"):
+        detect(p.write(tmp_path / "x.safetensors", shared))
+
+
+def test_an_image_model_beside_a_t5_is_not_wans(tmp_path):
+    """Blocks with a gate and a norm at the top, as some have."""
+    image = {f"blocks.{i}.ffn.gate.0.weight": torch.ones(8, 8) for i in range(2)}
+    encoder = p.prefixed(p.t5_canonical(), "text_encoders.t5xxl.transformer.")
+    path = p.write(tmp_path / "x.safetensors", {**encoder, **image, "norm.weight": torch.ones(8)})
+    assert [e.name for e in detect(path).encoders] == ["t5xxl"]
+
+
 @pytest.mark.parametrize("qkv", ["attn.q", "attn.qkv", "self_attn.q"])
 def test_blocks_of_other_models_are_not_wans(qkv, tmp_path):
     """Wan's diffusion model and image models have such names too."""
@@ -449,10 +463,6 @@ DAMAGED = {
     "Wan's, no gate": (
         {n: t for n, t in wan(p.t5_canonical(UMT5)).items() if n != "blocks.0.ffn.gate.0.weight"},
         "tensor 'blocks.0.ffn.gate.0.weight' of shape [feed-forward, 64] is missing",
-    ),
-    "Wan's, one bias for all blocks": (
-        {n.replace("blocks.0.pos_", "pos_"): t for n, t in wan(p.t5_canonical()).items()},
-        "tensor 'blocks.0.pos_embedding.embedding.weight' of shape [buckets, heads] is missing",
     ),
     "Wan's, a bias in the first block alone": (
         wan(p.t5_canonical()),

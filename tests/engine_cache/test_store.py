@@ -309,6 +309,15 @@ def test_prune_and_clear_never_touch_foreign_files(
     assert not (cache.root / "locks" / f"{key}.lock").exists()
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that takes nothing")
+def test_where_nobody_can_make_a_folder(plan_key: Any) -> None:
+    """Not even root, whom the system tells that it may; looking is harmless."""
+    cache = EngineCache(Path("/proc/octavo"))
+    assert cache.get("plan", plan_key()) is None and cache.entries() == []
+    with pytest.raises(CacheError, match=r"it cannot be made.*; set OCTAVO_CACHE to a folder you"):
+        cache.put("plan", plan_key(), lambda file: file.write(b"x"))
+
+
 def test_the_folder_may_go_at_any_time(cache: EngineCache, stored: Entry, plan_key: Any) -> None:
     calls = []
 

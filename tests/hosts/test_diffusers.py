@@ -519,6 +519,8 @@ def test_unknown_options(accelerate: Accelerate) -> None:
         accelerate(pipe, engine="openvino")
     with pytest.raises(OctavoError, match="and three cosines are needed; give"):
         accelerate(pipe, floor=0.9)
+    with pytest.raises(OctavoError, match="cache is empty; name a folder, or leave it out"):
+        accelerate(pipe, cache="")
     with pytest.raises(OctavoError, match="calibration_prompts hold 3; they must be texts"):
         accelerate(pipe, calibration_prompts=["a cat", 3])
     with pytest.raises(OctavoError, match="give the whole pipeline"):
