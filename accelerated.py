@@ -11,10 +11,12 @@ to a guess.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
@@ -47,6 +49,7 @@ from .choose import (
 from .compile import (
     STREAMED_BATCH,
     T5_LENGTHS,
+    Progress,
     Report,
     Sample,
     Target,
@@ -63,7 +66,7 @@ from .compile import (
 from .device import Device, probe
 from .encoders import EncoderSpec, T5Spec, encode
 from .engine_cache import EngineCache, Entry
-from .errors import EngineUnavailable, OctavoError, SimilarityError
+from .errors import Cancelled, EngineUnavailable, OctavoError, SimilarityError
 from .recipes import Floor, Recipe, load_recipe, shortfall
 from .requantize import Requantizer, widened
 from .verify import Similarity, States, measure, states_of
@@ -80,6 +83,18 @@ _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request ma
 # Engines that failed, for the life of the process: `_failure_key` -> reason. A driver or a
 # GPU that refused a plan once refuses it again, and each try costs seconds.
 _failed: dict[tuple[str, ...], str] = {}
+
+EXIT_WAIT_S = 5.0
+_builders: weakref.WeakSet[AcceleratedEncoder] = weakref.WeakSet()  # have a thread, or had one
+
+
+@atexit.register
+def _end_builds() -> None:
+    """Python ends with its threads stopped anywhere, and native code they are in may then abort."""
+    for encoder in list(_builders):
+        encoder.cancel()
+    for encoder in list(_builders):
+        encoder.wait(EXIT_WAIT_S)
 
 
 class Host(Protocol):
@@ -284,9 +299,9 @@ class AcceleratedEncoder:
                 )
             if not self._prepared:
                 self.prepare()
-            self._wake()
             self._take_background()
-            if mask is not None and bool((mask != 0).all()):
+            self._wake()
+            if mask is not None and mask.shape == embeds.shape[:2] and bool((mask != 0).all()):
                 mask = None  # the same thing, and every engine takes it
             while (serving := self._serving) is not None and self._fits(embeds, mask):
                 if mask is not None and not serving.masks:
@@ -456,6 +471,12 @@ class AcceleratedEncoder:
             name, engine, load, recipe, weights, entry, plan, similarity, expected, masks
         )
 
+    def _report_build(self, event: Progress) -> None:
+        """Pass it on; in the background a build ends here once nobody wants it any more."""
+        if self._cancel.is_set() and threading.current_thread() is self._worker:
+            raise Cancelled(f"{self._host.name}: cancelled")
+        self._progress(event)
+
     def _start_trt(
         self,
         name: EngineName,
@@ -477,7 +498,7 @@ class AcceleratedEncoder:
             self._cache,
             body=recipe.body,
             flavour=name,
-            report=self._progress,
+            report=self._report_build,
         )
         mask = has_mask(checkpoint.spec, False)
         graph = emit(checkpoint.spec, checkpoint.structure, body=recipe.body, mask=mask)
@@ -628,12 +649,16 @@ class AcceleratedEncoder:
     # -- in the background ----------------------------------------------------------------------
 
     def _start_background(self, engines: list[EngineName], *arguments: Any) -> None:
+        if self._worker is not None and self._worker.is_alive():
+            return  # what it builds is checked, and will do
         recipe = arguments[0]
 
         def work() -> None:
             for name in engines:
                 try:
                     serving = self._start(name, *arguments)
+                except Cancelled:
+                    return
                 except (OctavoError, torch.cuda.OutOfMemoryError) as error:
                     with self._lock:
                         self._refuse(name, recipe, _first_line(error))
@@ -641,20 +666,28 @@ class AcceleratedEncoder:
                 with self._lock:
                     if self._closed:
                         serving.engine.close()
+                    elif self._resting is not None:  # no memory is to be held; `_wake` loads it
+                        serving.engine.close()
+                        self._resting = serving
                     else:
                         self._next = serving
                 return
 
         self._worker = threading.Thread(target=work, name="octavo-build", daemon=True)
+        _builders.add(self)
         self._worker.start()
 
     def _take_background(self) -> None:
-        """Switch to what was built in the background: only here, between two requests."""
+        """Switch to what was built in the background: between two requests, and before a rest."""
         if self._next is not None:
             old, self._serving, self._next = self._serving, self._next, None
             if old is not None:
                 old.engine.close()
             log.info("%s: %s serves from now on", self._host.name, self._serving.engine_name)
+
+    def cancel(self) -> None:
+        """End a build in the background at its next step."""
+        self._cancel.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a background build; True if none is running any more."""
@@ -671,6 +704,7 @@ class AcceleratedEncoder:
         Returns the bytes freed. For a host that manages memory.
         """
         with self._lock:
+            self._take_background()
             serving = self._serving
             if serving is None:
                 return 0

@@ -387,7 +387,7 @@ def verify(
     if not _wrote_json(json_file, data):
         rows = [
             [r.name, *(_cosine(r.similarity[k]) for k in ("token_mean", "token_min", "pooled")),
-             f"{r.similarity['max_abs_error']:.3f}", r.similarity["prompts"], r.judge]
+             _error(r.similarity["max_abs_error"]), r.similarity["prompts"], r.judge]
             for r in results
         ]  # fmt: skip
         columns = ["encoder", "token mean", "token min", "pooled", "max error", "prompts", "judge"]
@@ -684,6 +684,10 @@ def _size(count: int) -> str:
 
 def _cosine(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
 
 
 def _table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -45,13 +45,14 @@ class Similarity:
     """Cosines against FP32 over all positions of `final` and `penultimate`; NaN counts as -1.
 
     `token_mean` and `token_min` over both states; `pooled` the mean over the prompts, after the
-    projection, None where there is none; `max_abs_error` in units of the states.
+    projection, None where there is none; `max_abs_error` in units of the states,
+    None where it is not finite.
     """
 
     token_mean: float
     token_min: float
     pooled: float | None
-    max_abs_error: float
+    max_abs_error: float | None
     prompts: int
 
     def facts(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def measure(reference: States, got: States) -> Similarity:
         float(tokens.mean()),
         float(tokens.min()),
         pooled,
-        error if math.isfinite(error) else math.inf,
+        error if math.isfinite(error) else None,  # JSON knows no infinity
         len(reference.final),
     )
 

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,6 +427,120 @@ def test_closing_during_a_background_build_leaves_nothing(make, monkeypatch) -> 
     encoder.close()
     go.set()
     assert encoder.wait(30) and closed
+
+
+class Background:
+    """TensorRT that starts when `go` is set; every engine, with whether it was closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.engines, self.no_memory = threading.Event(), [], False
+        start = AcceleratedEncoder._start
+
+        def started(encoder: Any, name: str, *arguments: Any) -> Any:
+            if name == "tensorrt":
+                assert self.go.wait(30)
+            elif self.no_memory:
+                raise torch.cuda.OutOfMemoryError("invented")
+            serving = start(encoder, "torch_fp8", *arguments)
+            serving.engine_name = name
+            engine, close = serving.engine, serving.engine.close
+            engine.name, engine.closed = name, False
+            engine.close = lambda: (setattr(engine, "closed", True), close())
+            self.engines.append(engine)
+            return serving
+
+        monkeypatch.setattr(AcceleratedEncoder, "_start", started)
+        there = module.trt.Installed("11.4.0", "cu13")
+        self.packages = Packages(Missing("it is not here", "get it"), there, True)
+
+    def left(self) -> list[str]:
+        return [engine.name for engine in self.engines if not engine.closed]
+
+
+def test_out_of_memory_during_a_background_build_starts_no_second(make, monkeypatch) -> None:
+    background = Background(monkeypatch)
+    encoder = make(background=True, packages=background.packages)
+    encoder.encode(prompt())
+
+    def full(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("invented")
+
+    background.engines[0].encode = full
+    encoder.encode(prompt())  # the host's answer, and the next engine is chosen
+    assert [t.name for t in threading.enumerate()].count("octavo-build") == 1
+    background.go.set()
+    assert encoder.wait(30)
+    encoder.encode(prompt())
+    assert encoder.report().engine == "tensorrt" and background.left() == ["tensorrt"]
+    encoder.close()
+    assert background.left() == []
+
+
+@pytest.mark.parametrize("built", ["before the rest", "during it"])
+def test_a_rest_beside_a_background_build_holds_nothing(make, monkeypatch, built: str) -> None:
+    background = Background(monkeypatch)
+    encoder = make(background=True, packages=background.packages)
+    encoder.encode(prompt())
+    if built == "before the rest":
+        background.go.set()
+        assert encoder.wait(30)
+    encoder.rest()
+    background.go.set()
+    assert encoder.wait(30)
+    assert background.left() == [] and encoder.vram_bytes == 0
+    background.no_memory = True  # of torch_fp8, which no longer matters
+    encoder.encode(prompt())
+    assert encoder.report().engine == "tensorrt" and background.left() == ["tensorrt"]
+    encoder.close()
+    assert background.left() == []
+
+
+def test_an_end_of_python_during_a_background_build(tmp_path) -> None:
+    """The build is ended first: native code in a thread that vanishes aborts the process."""
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, test_accelerated as t
+from octavo.engine_cache import EngineCache
+def slow(self, *_):
+    for _ in range(1000):
+        time.sleep(0.02)
+        self._report_build(None)
+t.AcceleratedEncoder._start_trt = slow
+packages = t.Packages(t.Missing("x", "y"), t.module.trt.Installed("11.4.0", "cu13"), True)
+host = t.LiveHost("clip_l", t.TINY, dict(t.seeded_tensors(t.TINY)), torch.device("cpu"))
+encoder = t.AcceleratedEncoder(
+    host, cache=EngineCache(t.Path(sys.argv[1])), device=t.ADA, packages=packages,
+    background=True, report=lambda event: None, recipe="bf16",
+)
+encoder.encode(t.prompt())
+print(encoder.report().engine)
+"""
+    start = time.monotonic()
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "torch_fp8\n"), done.stderr
+    assert time.monotonic() - start < 60
+
+
+def test_weights_that_outgrow_fp16_are_served_in_bf16(make, tensors) -> None:
+    """FP8's body is FP16; an infinite state is a reason to demote and not a bug."""
+    bias = "text_model.encoder.layers.1.mlp.fc2.bias"
+    grown = {**tensors, bias: tensors[bias].bfloat16()}
+    grown[bias][0] = 7e4
+    host = CountingHost("clip_l", TINY, grown, torch.device("cpu"))
+    encoder = make(host=host)
+    _, last = encoder.encode(prompt())
+    report = encoder.report()
+    assert report.recipe == "bf16" and bool(last.isfinite().all()), report.text()
+    assert {r.recipe for r in report.refusals if r.engine == "torch_fp8"} == {"fp8", "fp8-mixed"}
+    assert cosine(last, host.encode(prompt(), None)[1]) > 0.99
+
+
+def test_a_mask_of_another_shape_is_the_hosts(make, host) -> None:
+    encoder = make()
+    assert encoder.attempt(prompt(), torch.ones(77)) is None
+    assert encoder.attempt(prompt(), torch.ones(1, 77)) is not None
 
 
 def test_four_threads_hundred_rounds(make) -> None:
