@@ -92,7 +92,9 @@ def test_a_cancelled_writing_leaves_nothing(
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(tmp_path / "none")]) == 2
-    assert complaint(capsys.readouterr().err).endswith("none: does not exist; check the path.")
+    assert complaint(capsys.readouterr().err).endswith(
+        "none: does not exist; check the path; a model must be on this disk."
+    )
     assert demo.main(["--no-such-option"]) == 2
     assert "No such option" in capsys.readouterr().err
     assert demo.main(["--help"]) == 0
