@@ -125,7 +125,16 @@ def assert_cancelled(process: subprocess.Popen[str], cache: Path) -> None:
     assert artifacts(cache, "plans") == []
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Under nohup children would inherit that SIGHUP is ignored, and be right to go on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @posix
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("how", SIGNALS)
 def test_stopped_while_compiling(
     how: str, deep: Path, deep_cache: Path, started: Callable[..., subprocess.Popen[str]]
