@@ -823,7 +823,7 @@ class AcceleratedEncoder:
 
     def close(self) -> None:
         """Free everything; `encode` raises afterwards. May be called twice."""
-        self._cancel.set()
+        self.cancel()
         with self._lock:
             self._closed = True
             for serving in (self._serving, self._next):

@@ -568,9 +568,7 @@ def _source(path: Path) -> _Source:
         if is_torch:  # torch.load itself goes by this suffix
             raise FileError(path, "is a torch file under another name", "rename it to end in .pt")
         return _Safetensors(path)
-    if is_torch:
-        return _TorchFile(path)
-    if suffix in _TORCH_SUFFIXES:
+    if is_torch or suffix in _TORCH_SUFFIXES:
         return _TorchFile(path)
     raise FileError(path, "is neither a safetensors nor a torch file", _PLAIN)
 
