@@ -850,11 +850,13 @@ def similarity_of(
     expected: States,
     *,
     device: torch.device | str = "cpu",
+    batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Similarity, str]:
     """(similarity to FP32, who judged): ONNX Runtime on the graph, else FP8 arithmetic in PyTorch.
 
     On a GPU `device` that is the FP8 tensor cores; on a CPU without ONNX Runtime, their simulation.
+    `batch` prompts at a time; the tensor cores' sums depend on how many rows there are.
 
     ONNX Runtime has no bf16 kernels on the CPU: a bf16 graph is judged through its float32 twin,
     with the weights rounded to bf16.
@@ -879,7 +881,7 @@ def similarity_of(
             weights = twin_weights(weights)
         run, judge = graph_run(graph, weights), f"onnxruntime {onnxruntime.__version__}"
     got = states_of(
-        run, held_out.embeds, held_out.rows, held_out.projection, batch=8, progress=progress
+        run, held_out.embeds, held_out.rows, held_out.projection, batch=batch, progress=progress
     )
     return measure(expected, got), judge
 

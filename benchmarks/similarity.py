@@ -3,11 +3,13 @@
 """How near each recipe comes to FP32 on full-size encoders, beside its targets.
 
     .venv/bin/python benchmarks/similarity.py [--encoder clip_l] [--recipe fp8] [--algorithm mse]
+    .venv/bin/python benchmarks/similarity.py --device cuda --batch 1 --recipe fp8 --held-out 32
 
 Seeded weights with outlier channels, so the numbers compare recipes and say nothing of a trained
 encoder. In one process and without the cache: calibration, quantization, then ONNX Runtime on the
-graph that would be compiled, against the FP32 reference on held-out prompts. benchmarks/build.py
-measures the whole job. Prints a table; exits with 1 if a target is missed.
+graph that would be compiled, or `torch_fp8` on a GPU, against the FP32 reference on held-out
+prompts. benchmarks/build.py measures the whole job. Prints a table; exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from octavo.backends.torch_ops import ReferenceEncoder
@@ -35,20 +37,21 @@ TARGETS = {
 COLUMNS = ("token_mean", "token_min", "pooled", "max_abs_error")
 
 
-def measure_encoder(
-    name: str, recipes: list[str], algorithm: str, prompts: int, held_out: int
-) -> bool:
+def measure_encoder(name: str, options: argparse.Namespace) -> bool:
     """Print a row per recipe; True if every target holds."""
-    spec, start = ENCODERS[name], time.monotonic()
-    read = dict(seeded_tensors(spec)).__getitem__
-    judged = sample(spec, read, True, held_out)
-    reference = ReferenceEncoder(spec, read)
+    spec, start, device = ENCODERS[name], time.monotonic(), torch.device(options.device)
+    recipes = options.recipe or list(NAMES)
+    read = {n: t.to(device) for n, t in seeded_tensors(spec)}.__getitem__
+    judged = sample(spec, read, True, options.held_out)
+    judged = replace(judged, embeds=judged.embeds.to(device))
+    reference = ReferenceEncoder(spec, read, device=device)
     expected = states_of(reference_run(reference), judged.embeds, judged.rows, judged.projection)
     ranges = Calibration({}, None, "none")
     if any(load_recipe(recipe).calibrated for recipe in recipes):
-        shown = sample(spec, read, False, prompts, "calibration").embeds.split(16)
-        chosen = load_recipe("fp8").with_options(algorithm)
-        ranges = calibrate(reference, shown, chosen)  # after which the module is fake-quantized
+        shown = sample(spec, read, False, options.prompts, "calibration").embeds.to(device)
+        chosen = load_recipe("fp8").with_options(options.algorithm)
+        # After this the module is fake-quantized.
+        ranges = calibrate(reference, shown.split(16), chosen)
     del reference
     good = True
     for recipe_name in recipes:
@@ -58,8 +61,9 @@ def measure_encoder(
             spec, read, structure, ranges.input_amax, weight_amax=ranges.weight_amax
         )
         found, judge = similarity_of(
-            spec, structure, recipe.body, tensors.__getitem__, judged, expected
-        )
+            spec, structure, recipe.body, tensors.__getitem__, judged, expected,
+            device=device, batch=options.batch,
+        )  # fmt: skip
         facts = asdict(found)
         missed = [n for n, least in TARGETS[recipe_name].items() if not facts[n] >= least]
         good &= not missed
@@ -81,21 +85,14 @@ def main() -> int:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="max")
     parser.add_argument("--prompts", type=int, default=32, help="for calibration (recipes: 128)")
     parser.add_argument("--held-out", type=int, default=16)
+    parser.add_argument("--device", default="cpu", help="a GPU, such as cuda: judged by torch_fp8")
+    parser.add_argument("--batch", type=int, default=8, help="prompts that are encoded at once")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {options.prompts} calibration prompts, ", end="")
     print(f"{options.held_out} held-out prompts\n")
     print(f"| encoder | recipe | calibrated by | {' | '.join(COLUMNS)} | reached | judge | s |")
     print("|" + "---|" * (6 + len(COLUMNS)))
-    results = [
-        measure_encoder(
-            name,
-            options.recipe or list(NAMES),
-            options.algorithm,
-            options.prompts,
-            options.held_out,
-        )
-        for name in options.encoder or ENCODERS
-    ]
+    results = [measure_encoder(name, options) for name in options.encoder or ENCODERS]
     return 0 if all(results) else 1
 
 

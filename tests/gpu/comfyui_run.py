@@ -243,8 +243,8 @@ def _engines_ms(service: Any) -> dict[str, float]:
     return found
 
 
-def flux(fp8: bool) -> Any:
-    """CLIP-L and T5-XXL as DualCLIPLoader loads them; `fp8`: T5 with scales, as a scaled file."""
+def with_t5(kind: str, fp8: bool) -> Any:
+    """FLUX's CLIP-L and T5-XXL, for SD3 also CLIP-G; `fp8`: T5 with scales, as a scaled file."""
     linears = {name + ".weight" for name in T5_XXL.linears()}
     note = torch.frombuffer(bytearray(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     t5: dict[str, torch.Tensor] = {}
@@ -255,8 +255,10 @@ def flux(fp8: bool) -> Any:
             t5[name.removesuffix("weight") + "comfy_quant"] = note.clone()
         else:
             t5[name] = tensor.cpu()
+    clips = [CLIP_L, CLIP_G] if kind == "SD3" else [CLIP_L]
     return comfy.sd.load_text_encoder_state_dicts(
-        [dict(seeded_tensors(CLIP_L)), t5], clip_type=comfy.sd.CLIPType.FLUX
+        [*(dict(seeded_tensors(spec)) for spec in clips), t5],
+        clip_type=comfy.sd.CLIPType[kind],
     )
 
 
@@ -273,8 +275,8 @@ def own_codes(service: Any) -> bool:
     return True
 
 
-def measure_flux(plain: Any, fp8: bool) -> dict[str, Any]:
-    """Whole CLIPTextEncode of FLUX: 256 tokens of T5-XXL and 77 of CLIP-L."""
+def measure_with_t5(plain: Any, fp8: bool) -> dict[str, Any]:
+    """Whole CLIPTextEncode: FLUX has 256 tokens of T5-XXL and 77 of CLIP-L, SD3 77 of all three."""
     device = plain.patcher.load_device
     found: dict[str, Any] = {"before_mb": used_mb()}
     expected = encode(plain)
@@ -355,8 +357,9 @@ def main() -> None:
     with torch.inference_mode():
         for name, clip in sd1_and_sdxl().items():
             keep(name, measure(name, clip))
-        for name, fp8 in (("flux", False), ("flux_fp8", True)):
-            keep(name, measure_flux(flux(fp8), fp8))
+        for name, fp8 in (("flux", False), ("flux_fp8", True), ("sd3", False)):
+            kind = "SD3" if name == "sd3" else "FLUX"
+            keep(name, measure_with_t5(with_t5(kind, fp8), fp8))
             gc.collect()
     print("RESULT " + json.dumps(result))
 
