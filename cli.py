@@ -144,33 +144,16 @@ def _check_json(_: click.Context, param: click.Parameter, value: str | None) -> 
         raise _empty(param)
     if value not in (None, "-"):
         from .checkpoints.writing import refuse_unwritable
+        from .doctor import may_replace
 
         refuse_unwritable(Path(value), JSON_ELSEWHERE)
-        if Path(value).is_file() and not _is_result(Path(value)):
+        if Path(value).is_file() and not may_replace(Path(value)):
             raise FileError(
                 value,
                 "is there already and holds no result of Octavo's",
                 JSON_ELSEWHERE,
             )
     return value
-
-
-def _is_result(path: Path) -> bool:
-    """Whether `path` may be written over: empty, or a document that a command here wrote.
-
-    A model, its config or the cache's own files must not go because of a slip of the shell.
-    """
-    try:
-        if path.stat().st_size > 64 * 2**20:
-            return False
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.strip() else {"encoders": []}
-    except (OSError, ValueError, RecursionError):
-        return False
-    results = ("encoders", "entries", "packages", "freed_bytes")
-    return isinstance(found, dict) and any(
-        isinstance(found.get(n), list | dict | int) for n in results
-    )
 
 
 _json = click.option(

@@ -211,15 +211,24 @@ def _device_text(facts: dict[str, Any]) -> list[str]:
     return [*lines, *([facts["problem"]] if "problem" in facts else [])]
 
 
-def _may_replace(path: Path) -> bool:
-    """Whether there is nothing at `path`, or an empty file or facts as `doctor` writes them."""
+def may_replace(path: Path) -> bool:
+    """Whether a result may be written to `path`: nothing is there or in it, or another result is.
+
+    A model, its config or the cache's own files must not go because of a slip of the shell.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8") or '{"packages": {}}')
+        if path.stat().st_size > 64 * 2**20:
+            return False
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.strip() else {"packages": {}}
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
         return True  # writing it will tell
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "packages" in found
+    results = ("encoders", "entries", "packages", "freed_bytes")
+    return isinstance(found, dict) and any(
+        isinstance(found.get(name), (list, dict, int)) for name in results
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -238,7 +247,7 @@ def main(arguments: list[str]) -> int:
         print(data)
         return 0
     path = Path(arguments[1])
-    if not _may_replace(path):
+    if not may_replace(path):
         fault = "is there already and holds no result of Octavo's"
         print(f"doctor: {path}: {fault}; give another FILE.", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..encoders import EncoderSpec
 from ..encoders.clip import PROJECTION
 from ..errors import FileError
-from ..threads import submit
+from ..threads import HASHING, submit
 from .files import shown
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ _SCHEMA = b"octavo weights 2\n"
 _PART = 2**24  # values that have a digest of their own, 64 MiB of fp32; another would change it
 _BLOCK = 2**18  # values a thread widens at a time; bounds the memory, does not change the digest
 _SERIAL = 2**14  # values; more than 2**15 torch shares out among threads of its own
-_WORKERS = min(8, os.cpu_count() or 1)  # 1.5 GB/s each on a server core of 2023
 
 # The least bits, without the sign, of what is NaN or infinite; E4M3 has no infinity.
 _NOT_FINITE = {
@@ -152,7 +150,7 @@ class _Hashing:
         self._pending: dict[Future[bytes | None], tuple[int, Callable[[], FileError]]] = {}
 
     def __enter__(self) -> _Hashing:
-        self._threads = ThreadPoolExecutor(_WORKERS, "octavo-fingerprint")
+        self._threads = ThreadPoolExecutor(HASHING, "octavo-fingerprint")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,7 +184,7 @@ class _Hashing:
             self._pending[future] = 4 * part.numel(), refusal
             parts.append(future)
             del part  # the thread alone holds it now, and lets it go
-            if len(self._pending) > _WORKERS:
+            if len(self._pending) > HASHING:
                 self._collect()
         return _Tensor(json.dumps(facts).encode() + b"\n", parts)
 

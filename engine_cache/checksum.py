@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..threads import submit
+from ..threads import HASHING, submit
 
 PART = 64 * 2**20  # bytes that have a digest of their own; another would change all manifests
 _BLOCK = 2**20
-_WORKERS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def matches(path: Path, sha256: str, parts: Sequence[str]) -> bool:
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
     """Leaving does not wait for parts that nobody has begun: one differs, or Ctrl-C came."""
-    threads = ThreadPoolExecutor(_WORKERS, "octavo-checksum")
+    threads = ThreadPoolExecutor(HASHING, "octavo-checksum")
     try:
         yield threads
     finally:

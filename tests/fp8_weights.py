@@ -9,10 +9,11 @@ from functools import cache, partial
 
 import torch
 from octavo import prompts
-from octavo.backends.fp8_ops import Fp8Weights
+from octavo.backends.fp8_ops import Fp8Linear, Fp8Weights, quantize_input
 from octavo.backends.torch_ops import ReferenceEncoder, embed_tokens
 from octavo.checkpoints.quantized import quantized_tensors
 from octavo.encoders import ClipSpec, EncoderSpec, T5Spec
+from octavo.encoders.clip import POSITIONS
 from octavo.recipes import load_recipe
 from octavo.seeded import TINY, seeded_tensors
 from torch import Tensor, nn
@@ -108,3 +109,21 @@ def t5_weights(spec: T5Spec, tensors: Mapping[str, Tensor], recipe: str = "fp8")
     """T5's body is BF16 under every recipe."""
     made = t5_checkpoint_tensors(spec, tensors, recipe)
     return Fp8Weights.from_tensors(spec, made, torch.bfloat16)
+
+
+def random_weights(spec: ClipSpec, device: torch.device, *, std: float = 0.02) -> Fp8Weights:
+    """Of full size, drawn on a GPU in milliseconds: for times, memory and equality."""
+    random = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=random, device=device) * std).half()
+
+    one = torch.ones(spec.width, device=device).half()
+    scale = torch.tensor(0.02, device=device)
+    linears = {}
+    for name, (out, inner) in spec.linears().items():
+        codes = quantize_input(normal(out, inner), torch.tensor(std / 100, device=device))
+        linears[name] = Fp8Linear(codes, normal(out), scale / 100, scale)
+    norms = {name: (one, normal(spec.width)) for name in spec.norms()}
+    tables = {POSITIONS: normal(spec.positions, spec.width)}
+    return Fp8Weights(spec, torch.float16, linears, norms, tables)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -191,3 +193,43 @@ def test_threads_get_their_own_answers(engine: TorchFp8Engine) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_whatever_it_does_is_done_on_its_own_gpu(
+    engine: TorchFp8Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another GPU current (here of names alone; tests/gpu/test_two_gpus.py has two)."""
+    current = [0]
+
+    @contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: places.append(current[0]))
+    places: list[int] = []
+    for name in ("_begin", "_end", "_wait", "_states"):
+
+        def noted(self: TorchFp8Engine, *args: object, name: str = name) -> object:
+            places.append(current[0])
+            return torch.zeros(2, 1, 1, 1) if name == "_states" else None
+
+        monkeypatch.setattr(TorchFp8Engine, name, noted)
+    embeds = random_embeds(TINY, 1)
+    engine.device = torch.device("cuda", 1)
+    calls = (
+        lambda: engine.encode(embeds),
+        lambda: engine.swap_weights(tiny_weights()),
+        engine.drop_graphs,
+        engine.close,
+    )
+    for call in calls:
+        places.clear()
+        call()
+        assert places and set(places) == {1}
+        assert current == [0]

@@ -49,7 +49,7 @@ def parts_of(monkeypatch):
 
     def set_sizes(values, workers=3):
         monkeypatch.setattr(MODULE, "_PART", values)
-        monkeypatch.setattr(MODULE, "_WORKERS", workers)
+        monkeypatch.setattr(MODULE, "HASHING", workers)
 
     return set_sizes
 
@@ -106,7 +106,7 @@ import os, sys
 from octavo.checkpoints import detect, fingerprint
 from octavo.errors import FileError
 module = sys.modules["octavo.checkpoints.fingerprint"]
-module._PART, module._WORKERS = 1000, 1
+module._PART, module.HASHING = 1000, 1
 def cut(done, total):
     if done > total // 2:
         os.truncate(sys.argv[1], 1000)
@@ -401,7 +401,7 @@ import re, sys, threading
 from octavo.checkpoints import detect, fingerprint
 import torch
 module = sys.modules["octavo.checkpoints.fingerprint"]
-module._WORKERS = 6
+module.HASHING = 6
 if sys.argv[2] == "True":
     torch.Tensor.cpu = torch.Tensor.clone
 def private():

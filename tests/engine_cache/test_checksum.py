@@ -37,7 +37,7 @@ def written(path: Path, length: int) -> bytes:
 def test_digests_are_those_of_the_bytes(
     length: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksum, "_WORKERS", workers)
+    monkeypatch.setattr(checksum, "HASHING", workers)
     data = written(tmp_path / "x", length)
     found = checksum.checksum(tmp_path / "x")
     parts = [data[at : at + PART] for at in range(0, length, PART)] if length > PART else []
@@ -82,7 +82,7 @@ def test_parts_that_nobody_has_begun_are_left(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checksum, "_part", part)
-    monkeypatch.setattr(checksum, "_WORKERS", 2)
+    monkeypatch.setattr(checksum, "HASHING", 2)
     monkeypatch.setattr(checksum.hashlib, "file_digest", whole)
     if ends == "differs":
         assert not checksum.matches(tmp_path / "x", "", ["0"] * 50)

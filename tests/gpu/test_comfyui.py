@@ -18,17 +18,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.comfyui, pytest.mark.timeout(2400)]
 MODES = {"dynamic": [], "legacy": ["--disable-dynamic-vram"], "gpu only": ["--gpu-only"]}
 # Whole CLIPTextEncode against PyTorch on an H200. With dynamic VRAM, the default there, most of
 # the unpatched call is loading; without it the host's own work around the encoder is what remains.
-FASTER = {"sd1": 4.0, "sdxl": 10.0}
-FASTER_WITHOUT_DYNAMIC = {"sd1": 2.0, "sdxl": 4.0}
-LORA_MS = 300.0  # to the first result of a LoRA that is new, after another one
+FASTER = {"sd1": 4.0, "sdxl": 10.0, "flux": 15.0, "flux_fp8": 15.0, "sd3": 10.0}
+FASTER_WITHOUT_DYNAMIC = {"sd1": 2.0, "sdxl": 3.0, "flux": 10.0, "flux_fp8": 10.0, "sd3": 7.0}
+# To the first result of a LoRA that is new, after another one; and without dynamic VRAM.
+LORA_MS, LORA_MS_WITHOUT_DYNAMIC = 300.0, 450.0
 KEPT_LORA_MS = 150.0  # of one that was there before, or of none
 # A new set beside the engine, while it is made: its FP8 weights and about two blocks more.
 LORA_PEAK_MB = {"sd1": 220.0, "sdxl": 950.0}
 RELOAD_MS = {"sd1": 400.0, "sdxl": 900.0}
 # What stays after everything is unloaded: CUDA's code and workspaces, once in a process.
 AFTER_MB = {"sd1": 450.0, "sdxl": 60.0}
-# CLIP-L and T5-XXL in 256 tokens. Ready again: both engines loaded from RAM, and the prompt.
-FLUX_FASTER, FLUX_READY_MS, FLUX_LEFT_MB = 15.0, 1400.0, 50.0
+HELD_MB = 60.0  # the same in tensors of PyTorch: cuBLAS's workspaces and the results kept here
+# With T5-XXL. Ready again: all engines loaded from RAM, and the prompt.
+T5_READY_MS, T5_LEFT_MB = 1400.0, 50.0
 GROWTH_MB = 10.0  # over 200 prompts of shapes that were all seen before
 
 
@@ -56,35 +58,47 @@ def served(measured: Any, family: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("family", FASTER)
+def is_fast_enough(measured: Any, family: str) -> bool:
+    faster = FASTER if measured["dynamic"] else FASTER_WITHOUT_DYNAMIC
+    return bool(measured[family]["ratio"] >= faster[family])
+
+
+def moves_weights(measured: Any) -> bool:
+    """With --gpu-only what PyTorch does not use stays on the GPU, too."""
+    return "--gpu-only" not in measured["options"]
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_comfyui_on_a_gpu(measured: Any, family: str) -> None:
-    found = served(measured, family)
+    found, dynamic = served(measured, family), measured["dynamic"]
     assert found["lora_effect"] < found["lora_similarity"]["token_mean"] - 0.01
     assert found["lora_same"] and found["none_same"] and found["stable"]
     assert found["same_after_unload"]
     assert found["lora_exact"], "a set is not what one weight after the other gives"
-    assert abs(found["growth_mb"]) < GROWTH_MB and found["after_mb"] < AFTER_MB[family]
-    assert found["octavo_mb"] < found["pytorch_mb"]
-    faster = FASTER if measured["dynamic"] else FASTER_WITHOUT_DYNAMIC
-    assert found["ratio"] >= faster[family]
-    assert found["lora_ms"]["b"] < LORA_MS
+    assert abs(found["growth_mb"]) < GROWTH_MB and found["after_held_mb"] < HELD_MB
+    assert found["after_mb"] < AFTER_MB[family] or not dynamic
+    assert found["octavo_mb"] < found["pytorch_mb"] or not moves_weights(measured)
+    assert is_fast_enough(measured, family)
+    assert found["lora_ms"]["b"] < (LORA_MS if dynamic else LORA_MS_WITHOUT_DYNAMIC)
     assert all(found["lora_ms"][n] < KEPT_LORA_MS for n in ("a again", "none", "a kept"))
     assert all(peak < LORA_PEAK_MB[family] for peak in found["lora_peak_mb"].values())
     assert found["reload_ms"] < RELOAD_MS[family]
 
 
-@pytest.mark.parametrize("family", ["flux", "flux_fp8"])
-def test_flux_on_a_gpu(measured: Any, family: str) -> None:
-    """T5-XXL from a 16-bit file and from one that is FP8 already."""
+@pytest.mark.parametrize("family", ["flux", "flux_fp8", "sd3"])
+def test_t5_on_a_gpu(measured: Any, family: str) -> None:
+    """T5-XXL from a 16-bit file and from one that is FP8 already, alone and beside both CLIPs."""
     found = served(measured, family)
     assert found["lora_effect"] < found["lora_similarity"]["token_mean"] - 0.005
     assert found["lora_same"] and found["none_same"]
     assert found["own_codes"] is (True if family == "flux_fp8" else None)
-    assert found["ratio"] >= FLUX_FASTER
-    assert found["octavo_mb"] < (0.6 if family == "flux" else 1.2) * found["pytorch_mb"]
+    assert is_fast_enough(measured, family)
+    most = (1.2 if family == "flux_fp8" else 0.6) * found["pytorch_mb"]
+    assert found["octavo_mb"] < most or not moves_weights(measured)
     for cycle in found["cycles"]:
         assert cycle["engines_mb"] == 0 and cycle["same"]
-        assert cycle["ready_ms"] < FLUX_READY_MS
+        assert cycle["ready_ms"] < T5_READY_MS
     left = [cycle["given_back_mb"] for cycle in found["cycles"]]
-    assert max(left) - left[0] < FLUX_LEFT_MB and found["after_mb"] - left[0] < FLUX_LEFT_MB
+    assert max(left) - left[0] < T5_LEFT_MB and found["after_held_mb"] < HELD_MB
+    assert found["after_mb"] - left[0] < T5_LEFT_MB or not measured["dynamic"]
     assert abs(found["growth_mb"]) < GROWTH_MB

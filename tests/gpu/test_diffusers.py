@@ -20,6 +20,7 @@ from typing import Any
 import octavo
 import pytest
 import torch
+from measured import milliseconds
 from octavo.encoders import T5Spec
 from octavo.engine_cache import EngineCache
 from octavo.hosts import diffusers as host
@@ -52,10 +53,10 @@ pytestmark = pytest.mark.gpu
 # and it would be another thing of ours in the user's model. Hence the ceiling is measured here,
 # and a good part of it is asked.
 SPEED = {"sd15": 2.5, "sdxl": 2.5}
-OF_CEILING = 0.65
+OF_CEILING = 0.6
 ENCODER_SPEED = 5.0
 T5_TOKENS = 512
-T5_MS = 5.3  # 4.8 is the engine's (test_t5_gpu.py); the rest is looking after 218 weights
+T5_MS = 5.9  # the engine's 5.4 (test_t5_gpu.py) and the looking after 218 weights
 T5_SPEED = 2.0  # against PyTorch with one kernel after the other
 MEMORY = {"sd15": 0.75, "sdxl": 0.6, "t5": 0.53}
 PROMPTS = ["a photo of an astronaut riding a horse on mars, cinematic light", "blurry, low quality"]
@@ -125,18 +126,6 @@ def held() -> int:
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
-
-
-def milliseconds(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median of one call with the device idle before and after."""
-    times = []
-    for _ in range(5 + repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times[5:])[repeats // 2]
 
 
 def similarity(expected: list[Tensor], got: list[Tensor]) -> tuple[float, float, float]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from measured import cosine, milliseconds
 from octavo.backends.amax import AmaxRecorder
 from octavo.backends.fp8_ops import (
     DeviceWeights,
@@ -74,23 +74,6 @@ def engine(weights: Fp8Weights) -> Iterator[TorchFp8Engine]:
     made = TorchFp8Engine(T5_XXL, weights, CUDA)
     yield made
     made.close()
-
-
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    return F.cosine_similarity(a.double(), b.double(), dim=-1)
-
-
-def milliseconds(call: Callable[[], Any], repeats: int = 30) -> float:
-    for _ in range(5):
-        call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times)[repeats // 2]
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 77, 256, 512])

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fp8_weights import fp8_weights, prompt_embeds, random_embeds, seeded
-from octavo.backends.fp8_ops import DeviceWeights, Fp8Linear, Fp8Ops, Fp8Weights, quantize_input
+from fp8_weights import fp8_weights, prompt_embeds, random_embeds, random_weights, seeded
+from measured import cosine, equal, milliseconds
+from octavo.backends.fp8_ops import DeviceWeights, Fp8Ops, Fp8Weights, quantize_input
 from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.encoders import encode
@@ -63,35 +63,9 @@ def engine(clip_l: Encoder):
     made.close()
 
 
-def on_gpu(spec: ClipSpec, *, std: float = 0.02) -> Fp8Weights:
-    """Weights of full size made on the GPU in milliseconds, for times and memory."""
-    random = torch.Generator(CUDA).manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=random, device=CUDA) * std).half()
-
-    one = torch.ones(spec.width, device=CUDA).half()
-    scale = torch.tensor(0.02, device=CUDA)
-    linears = {}
-    for name, (out, inner) in spec.linears().items():
-        codes = quantize_input(normal(out, inner), torch.tensor(std / 100, device=CUDA))
-        linears[name] = Fp8Linear(codes, normal(out), scale / 100, scale)
-    norms = {name: (one, normal(spec.width)) for name in spec.norms()}
-    tables = {POSITIONS: normal(spec.positions, spec.width)}
-    return Fp8Weights(spec, torch.float16, linears, norms, tables)
-
-
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    return F.cosine_similarity(a.double(), b.double(), dim=-1)
-
-
 def digest(states) -> str:
     hidden, last = states
     return hashlib.sha256(torch.stack([*hidden, last]).cpu().numpy().tobytes()).hexdigest()
-
-
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip((*a[0], a[1]), (*b[0], b[1]), strict=True))
 
 
 # Right
@@ -494,7 +468,7 @@ def test_a_triton_that_fails(
 
 
 def test_memory_held_and_given_back() -> None:
-    weights = on_gpu(CLIP_L)
+    weights = random_weights(CLIP_L, CUDA)
     linears16 = 2 * sum(out * inner for out, inner in CLIP_L.linears().values())
     embeds = random_embeds(CLIP_L, 1).to(CUDA)
 
@@ -526,26 +500,12 @@ needs_h200 = pytest.mark.skipif(
 )
 
 
-def milliseconds(call, repeats: int = 60) -> float:
-    """Median wall time of one call, its end waited for."""
-    for _ in range(5):
-        call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times)[repeats // 2]
-
-
 @needs_h200
 @pytest.mark.parametrize(("spec", "limit"), [(CLIP_L, 0.34), (CLIP_G, 1.05)], ids=["L", "G"])
 def test_one_prompt(spec: ClipSpec, limit: float) -> None:
-    engine = TorchFp8Engine(spec, on_gpu(spec), CUDA)
+    engine = TorchFp8Engine(spec, random_weights(spec, CUDA), CUDA)
     embeds = random_embeds(spec, 1).half().to(CUDA)
-    measured = milliseconds(lambda: engine.encode(embeds))
+    measured = milliseconds(lambda: engine.encode(embeds), 60)
     engine.close()
     assert measured <= limit
 
@@ -582,7 +542,7 @@ def test_ready_with_a_cold_triton_cache(tmp_path: Path) -> None:
     script = (
         "import sys, time; sys.path[:0] = [r'{tests}', r'{gpu}'];"
         "import conftest, test_torch_fp8_gpu as t;"
-        "w = t.on_gpu(t.CLIP_L); x = t.random_embeds(t.CLIP_L, 1).to(t.CUDA);"
+        "w = t.random_weights(t.CLIP_L, t.CUDA); x = t.random_embeds(t.CLIP_L, 1).to(t.CUDA);"
         "t.torch.cuda.synchronize(); s = time.perf_counter();"
         "e = t.TorchFp8Engine(t.CLIP_L, w, t.CUDA); e.encode(x); t.torch.cuda.synchronize();"
         "assert e._kernels is not None; print(time.perf_counter() - s)"
