@@ -457,6 +457,11 @@ def _check_output(output: Path, detected: Detected, chosen: Sequence[EncoderWeig
             output, "is there already and is no checkpoint of Octavo's",
             "give --output the name of another file",
         )  # fmt: skip
+    if output.suffix.lower() != ".safetensors":
+        raise FileError(
+            output, "is the place of a safetensors file, which programs know by its name",
+            "give --output a name that ends in .safetensors",
+        )  # fmt: skip
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -94,6 +94,8 @@ def accelerate(
     root = None if cache is None else cache.root
     found = _text_encoders(pipe)
     named = [components] if isinstance(components, str) else components
+    if named is not None and not named:  # as of a filter that let nothing through
+        raise OctavoError("components is empty; name text encoders, or leave it out.")
     if isinstance(pipe, nn.Module):
         named = list(found)
     for name in found if named is None else named:

@@ -472,6 +472,8 @@ def test_output_replaces_a_file_and_nothing_else(tiny: Path, cache: Path, tmp_pa
         ("link.safetensors", "is the model itself"),
         ("notes.md", "is there already and is no checkpoint of Octavo's"),
         ("other.safetensors", "is there already and is no checkpoint of Octavo's"),
+        ("new.ckpt", "give --output a name that ends in .safetensors"),
+        ("new", "give --output a name that ends in .safetensors"),
     ],
 )
 def test_output_that_cannot_be(place: str, fault: str, tmp_path: Path) -> None:
