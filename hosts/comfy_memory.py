@@ -68,8 +68,12 @@ def load_embeddings_only(patcher: Any, device: Any) -> Any:
     after all. The embeddings, which ComfyUI looks up at each prompt, move to the GPU.
     """
     model = patcher.model
-    if not model.model_lowvram and model.model_loaded_weight_memory > 0:
+    if model.current_weight_patches_uuid is not None:
         patcher.unpatch_model(patcher.offload_device, unpatch_weights=True)
+    # A full load leaves marks that unpatching does not take away, and a load with no room takes a
+    # marked module for one that has the patches of `patcher` already: they would be dropped.
+    for module in model.modules():
+        comfy.model_patcher.wipe_lowvram_weight(module)
     # Pinning would register gigabytes that nobody asks for.
     patcher.pin_weight_to_device = lambda key: None
     try:

@@ -235,10 +235,12 @@ def test_lora_in_any_order(server: Server, family: str) -> None:
         assert torch.equal(server.kept(f"lora-{family}-again")["0.cond"], expected), seed
 
 
+@pytest.mark.parametrize("before", [1, 2])  # after one prompt all weights are still loaded
 @pytest.mark.parametrize("how", ["inner", "unknown"])
-def test_pytorch_gets_its_patches_when_it_is_asked(server: Server, how: str) -> None:
+def test_pytorch_gets_its_patches_when_it_is_asked(server: Server, how: str, before: int) -> None:
     """Under engines a LoRA leaves PyTorch's weights as they are; who reads them finds it there."""
-    seed = {"inner": 31, "unknown": 32}[how]
+    seed = {"inner": 31, "unknown": 33}[how] + before
+    name = f"light-{how}-{before}"
 
     def step(make: Any) -> tuple[Graph, Ref, Ref]:
         graph = Graph()
@@ -250,14 +252,14 @@ def test_pytorch_gets_its_patches_when_it_is_asked(server: Server, how: str) -> 
         return graph.add("OctavoTestEncode", clip=clip, text="a cat", how=how)
 
     def served(graph: Graph, _: Ref, clip: Ref) -> tuple[Graph, Ref, Ref]:
-        for i in range(2):  # the second leaves PyTorch's weights in RAM
-            graph.keep(graph.encode(clip, f"a cat {i}"), f"light-{how}-{i}")
-        return graph, clip, graph.encode(clip, "a cat 1")
+        for i in range(before):  # the second leaves PyTorch's weights in RAM
+            graph.keep(graph.encode(clip, f"a cat {i}"), f"{name}-{i}")
+        return graph, clip, graph.encode(clip, f"a cat {before - 1}")
 
     def patched(graph: Graph, base: Ref, clip: Ref) -> tuple[Graph, Ref, Ref]:
         clip = graph.lora(clip, 1)
         conditioning = graph.encode(clip, "a cat")
-        graph.keep(conditioning, f"light-{how}-lora-ours")
+        graph.keep(conditioning, f"{name}-lora-ours")
         return graph, clip, conditioning
 
     try:
@@ -265,30 +267,54 @@ def test_pytorch_gets_its_patches_when_it_is_asked(server: Server, how: str) -> 
         assert server.state(clip, last, graph)["pytorch_patched"]
         graph, clip, last = step(patched)
         state = server.state(clip, last, graph)
-        assert not state["pytorch_patched"], "ComfyUI prepared all weights for nobody"
+        assert before == 1 or not state["pytorch_patched"], "ComfyUI prepared all for nobody"
         for encoder in state["served"].values():
             assert encoder == {"engine": "torch_fp8", "why_host": ""}
         graph, base, light = step(lambda *made: made)
         lora = graph.lora(light, 1)
         inner = asked(graph, lora)
-        graph.keep(inner, f"light-{how}-inner-ours")
+        graph.keep(inner, f"{name}-inner-ours")
         assert server.state(lora, inner, graph)["pytorch_patched"]
     finally:
         off = Graph()
         light = off.add("OctavoTestLight", clip=off.clip("sd1"), on=False)
-        off.keep(off.encode(light, "off"), f"light-{how}-off")
+        off.keep(off.encode(light, "off"), f"{name}-off")
         server.run(off)
     plain = Graph()
     base = plain.clip("sdxl", seed)
-    plain.keep(asked(plain, base), f"light-{how}-inner-base")
-    plain.keep(asked(plain, plain.lora(base, 1)), f"light-{how}-inner-plain")
-    plain.keep(plain.encode(plain.lora(base, 1), "a cat"), f"light-{how}-lora-plain")
+    plain.keep(asked(plain, base), f"{name}-inner-base")
+    plain.keep(asked(plain, plain.lora(base, 1)), f"{name}-inner-plain")
+    plain.keep(plain.encode(plain.lora(base, 1), "a cat"), f"{name}-lora-plain")
     server.run(plain)
     ours, want, base_ = (
-        server.kept(f"light-{how}-inner-{n}")["0.cond"] for n in ("ours", "plain", "base")
+        server.kept(f"{name}-inner-{n}")["0.cond"] for n in ("ours", "plain", "base")
     )
     assert float(cosines(ours, want).min()) > 0.999 > float(cosines(base_, want).mean())
-    assert_alike(server, f"light-{how}-lora-plain", f"light-{how}-lora-ours")
+    assert_alike(server, f"{name}-lora-plain", f"{name}-lora-ours")
+
+
+def test_a_merge_after_one_prompt_is_whole(server: Server) -> None:
+    """Its token table and final norm too, which ComfyUI itself reads under engines."""
+
+    def merged(graph: Graph, clip: Ref) -> Ref:
+        other = graph.clip("sd1", 38)
+        return graph.add("CLIPMergeSimple", clip1=clip, clip2=other, ratio=0.3)
+
+    try:
+        for step in (lambda _, clip: clip, merged):
+            graph = Graph()
+            light = graph.add("OctavoTestLight", clip=graph.octavo(graph.clip("sd1", 37)), on=True)
+            graph.keep(graph.encode(step(graph, light), "a cat"), "light-merge-ours")
+            server.run(graph)
+    finally:
+        off = Graph()
+        light = off.add("OctavoTestLight", clip=off.clip("sd1"), on=False)
+        off.keep(off.encode(light, "off"), "light-merge-off")
+        server.run(off)
+    plain = Graph()
+    plain.keep(plain.encode(merged(plain, plain.clip("sd1", 37)), "a cat"), "light-merge-plain")
+    server.run(plain)
+    assert_alike(server, "light-merge-plain", "light-merge-ours")
 
 
 def test_bypass_lora_is_pytorch(server: Server) -> None:

@@ -115,7 +115,7 @@ def test_two_engines_at_once(weights: Fp8Weights) -> None:
 def test_an_accelerated_encoder_on_the_other_gpu(tmp_path) -> None:
     """Built, checked, patched and given back there; nothing of it stays on the current GPU."""
     tensors = dict(seeded_tensors(CLIP_L))
-    name = f"{CLIP_L.block(3)}.mlp.fc1.weight"
+    name = f"{CLIP_L.block(3)}mlp.fc1.weight"
     changed = {**tensors, name: tensors[name] * 1.4}
     embeds = random_embeds(CLIP_L, 2)
     held = torch.cuda.memory_allocated(HERE)
