@@ -50,6 +50,7 @@ from .comfy_memory import (
     load_for_pytorch,
     loaded_patcher,
 )
+from .comfy_parts import Parts
 from .comfy_source import (
     PatchedWeights,
     Source,
@@ -107,7 +108,8 @@ class Served:
         self, source: Source, accelerated: AcceleratedEncoder, transformer: nn.Module
     ) -> None:
         self.source, self.accelerated = source, accelerated
-        self.parts = [weakref.ref(m) for m in transformer.modules() if m is not transformer]
+        self.parts = Parts(transformer, inner_of(transformer), Guard)
+        self.transformer = weakref.ref(transformer)
         self.why_host = ""  # why the last call was answered by PyTorch; "" if an engine did
         self.broken = ""  # a fault that keeps PyTorch in service
         self.pytorch_bytes = source.pytorch_bytes()
@@ -168,6 +170,14 @@ class Seam:
             return type(transformer).forward(transformer, *args, **kwargs)
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(self._transformer(), memo)
+
+
+def _plain_forward(module: Any, memo: dict[int, Any]) -> Any:
+    """What a copy of `module`, in `memo` already, has in the place of our forward."""
+    return type(module).forward.__get__(memo.get(id(module), module))
+
 
 class Guard:
     """Stands in for `inner_of`'s forward: whoever runs PyTorch there finds its patches in place.
@@ -187,6 +197,9 @@ class Guard:
             load_for_pytorch(loaded)
         return type(inner).forward(inner, *args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(self._inner(), memo)
+
 
 def _foreign(transformer: nn.Module, patcher: Any, served: Served) -> str:
     """What changes this encoder other than through `patcher.patches`; "" if nothing does."""
@@ -195,27 +208,14 @@ def _foreign(transformer: nn.Module, patcher: Any, served: Served) -> str:
     others = [key for key, injections in patcher.injections.items() if key != KEY and injections]
     if others:
         return f"other patches are injected into this CLIP ({', '.join(map(str, others))})"
+    prefix = served.source.prefix
     for kind in (patcher.object_patches, patcher.weight_wrapper_patches):
         for key in kind:
-            if key.startswith(served.source.prefix):
+            if key.startswith(prefix) or prefix.startswith(key + "."):
                 return f"another node patches {key}"
-    for part in served.parts:
-        module = part()
-        if module is not None and _is_changed(module):
-            return f"another node replaced the forward of a {type(module).__name__}"
     if transformer._forward_pre_hooks:
         return "another node hooks into the encoder"
-    return ""
-
-
-def _is_changed(module: nn.Module) -> bool:
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, Guard):
-        return False
-    # A bypass LoRA that has left puts the class's own method back, onto the instance.
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    return served.parts.changed()
 
 
 # One CLIP
@@ -415,10 +415,14 @@ class Service:
         if model is None or patcher.model is not model:
             return  # a clone over another module (SelectCLIPDevice): that one stays PyTorch
         for name, served in self.served.items():
-            transformer = cast(Any, model.get_submodule(name)).transformer
+            transformer: Any = getattr(getattr(model, name, None), "transformer", None)
+            if transformer is None or served.transformer() is not transformer:
+                served.why_host = "another node replaced the encoder"
+                continue  # what is there now stays PyTorch
             there = transformer.__dict__.get("forward")
             if there is None or isinstance(there, Seam):
-                transformer.__dict__["forward"] = Seam(self, served, transformer, patcher)
+                seam = Seam(self, served, cast(nn.Module, transformer), patcher)
+                transformer.__dict__["forward"] = seam
             else:
                 served.why_host = "another node replaced the encoder's forward"
             inner = inner_of(transformer)
@@ -427,12 +431,14 @@ class Service:
 
     def eject(self, patcher: Any) -> None:
         for name in self.served:
-            # Whoever injected it: without it PyTorch answers, which is never wrong.
-            with suppress(AttributeError):
+            try:
                 transformer = patcher.model.get_submodule(name).transformer
+                # Whoever injected it: without it PyTorch answers, which is never wrong.
                 for module in (transformer, inner_of(transformer)):
                     if isinstance(module.__dict__.get("forward"), Seam | Guard):
                         del module.__dict__["forward"]
+            except (AttributeError, TypeError):  # another node replaced it, or Python is ending
+                continue
 
     def keep_off(self, patcher: Any) -> None:
         """Load no more of `patcher` than is needed while engines serve all of it.
@@ -504,6 +510,10 @@ class Service:
         for served in self.served.values():
             served.accelerated.close()
         self.companion = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Service:
+        """Itself, which serves this model alone: a copy of the CLIP is PyTorch's."""
+        return self
 
 
 def _line(served: Served) -> str:

@@ -36,7 +36,7 @@ _PARAMETERS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One request: `embeds` [B, S, C] FP32, `mask` [B, S] or None, `num_tokens` B lengths."""
+    """One request: `embeds` [B, S, C] FP32, `mask` bool [B, S] (true = attend) or None."""
 
     embeds: Tensor
     mask: Tensor | None
@@ -64,8 +64,10 @@ def parse(args: Sequence[Any], kwargs: Mapping[str, Any], spec: ClipSpec) -> Cal
         or not all(isinstance(n, int) and 1 <= n <= spec.positions for n in lengths)
     ):
         return None
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == embeds.shape[:2]):
-        return None
+    if mask is not None:
+        if not (isinstance(mask, Tensor) and mask.shape == embeds.shape[:2]):
+            return None
+        mask = mask == 1  # CLIPTextModel_.forward masks whatever 1 - mask is not 0 for
     if not (wanted is None or wanted == "all" or type(wanted) is int):
         return None  # a list of layers is refused by ComfyUI's own CLIP; let it say so
     norm = given.get("final_layer_norm_intermediate", True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ import comfy.model_management as management
 import torch
 from torch import Tensor
 
+from ..accelerated import CHECK_PROMPTS
+from ..backends.torch_ops import StreamedEncoder
 from ..checkpoints.quantized import QuantizedCheckpoint
+from ..compile import T5_LENGTHS, sample, similarity_of
 from ..encoders.clip import PROJECTION
 from ..errors import FileError, OctavoError
-from ..recipes import load_recipe
-from .comfy import cache, service_of, without
+from ..recipes import Recipe, load_recipe, shortfall
+from ..verify import reference_run, states_of
+from .comfy import Served, Service, cache, service_of, without
 from .comfy_source import Source
 from .comfy_specs import reads_scales
 
@@ -151,8 +155,8 @@ def save(clip: Any, name: str) -> list[Path]:
     A T5-XXL in FP8, with its scales, as ComfyUI 0.33 reads them. All else in 16 bit: its loaders of
     CLIP would take the codes for weights, without a word. So the values are written as they are
     after quantization; every ComfyUI loads them, and Octavo gets the same codes from them again.
-    The files go into the first text_encoders folder, under `name` and never over another. Raises
-    OctavoError.
+    The recipe is the one that serves. The files go into the first text_encoders folder, under
+    `name` and never over another. Raises OctavoError, also where the values are not close enough.
     """
     import folder_paths
 
@@ -168,7 +172,7 @@ def save(clip: Any, name: str) -> list[Path]:
     folder = Path(folder_paths.get_folder_paths("text_encoders")[0])
     written = []
     for served in service.served.values():
-        source = served.source
+        source, recipe = served.source, _serving(service, served)
         source.look_through(clip.patcher)
         with torch.inference_mode(False), torch.no_grad():
             patched = served.patched(clip.patcher)
@@ -176,24 +180,67 @@ def save(clip: Any, name: str) -> list[Path]:
             entry, _ = make_checkpoint(
                 weights,
                 fingerprint_of(weights, service.progress()),
-                load_recipe(service.settings.recipe),
+                recipe,
                 cache(),
                 service.progress(),
                 device=source.device,
             )
-        quantized = open_quantized(entry.path)
+            quantized = open_quantized(entry.path)
+            _judge(service, source, weights.read, recipe, quantized)
         names = [*source.shapes, *([PROJECTION] if source.projection_shape else [])]
-        target = _free_name(folder, name, served.name)
+        target = _free_name(folder, name, f"{served.name}_{recipe.name}")
         with whole_file(target, "free some space or choose another name") as file:
             if reads_scales(source.spec):
                 tensors = _in_fp8(quantized, names)
             else:
                 tensors = {n: _half(quantized.dense(n)) for n in names}
             # Not under "octavo", which names the checkpoints that `octavo build` writes.
-            note = {"format": "pt", "values": f"Octavo, recipe {service.settings.recipe}"}
+            note = {"format": "pt", "values": f"Octavo, recipe {recipe.name}"}
             write_safetensors(file, tensors, note)
         written.append(target)
     return written
+
+
+def _serving(service: Service, served: Served) -> Recipe:
+    """The recipe of the engine that serves, or the one that is to be tried first."""
+    if not served.prepared:
+        return load_recipe(service.settings.recipe)
+    report = served.report()
+    if report.recipe is None:
+        reason = report.refusals[-1].reason if report.refusals else "no engine can serve here"
+        raise OctavoError(f"{served.name}: PyTorch serves it ({reason}), so there is no FP8 of it.")
+    return load_recipe(report.recipe)
+
+
+def _judge(
+    service: Service,
+    source: Source,
+    read: Callable[[str], Tensor],
+    recipe: Recipe,
+    quantized: QuantizedCheckpoint,
+) -> None:
+    """Raise OctavoError where the quantized values fall short on the check prompts.
+
+    The weights that `read` gives may be those of a LoRA that no prompt has asked for yet.
+    """
+    spec, device = source.spec, source.device
+    shown = sample(
+        spec, read, source.projection_shape is not None, CHECK_PROMPTS, t5_tokens=T5_LENGTHS[1]
+    )
+    projection = None if shown.projection is None else shown.projection.to(device)
+    shown = replace(shown, embeds=shown.embeds.to(device), projection=projection)
+    run = reference_run(StreamedEncoder(spec, read, device))
+    expected = states_of(run, shown.embeds, shown.rows, projection)
+    of_spec = recipe.of(spec)
+    found, _ = similarity_of(
+        spec, quantized.structure, of_spec.body, quantized.read, shown, expected, device=device
+    )
+    short = shortfall(found.facts(), service.settings.floors(spec) or of_spec.floor)
+    if short is not None:
+        raise OctavoError(
+            f"{source.name}: with {recipe.name} it is not close enough to FP32 ({short}); choose "
+            "another precision on 'FP8 Text Encoder', or a smaller strength of its LoRA."
+        )
 
 
 def _in_fp8(quantized: QuantizedCheckpoint, names: list[str]) -> dict[str, Tensor]:
@@ -222,11 +269,11 @@ class _As:
         self.projection_shape, self.read = source.projection_shape, read
 
 
-def _free_name(folder: Path, name: str, encoder: str) -> Path:
+def _free_name(folder: Path, name: str, what: str) -> Path:
     stem = "".join(c if c.isalnum() or c in "-_. " else "_" for c in name).strip(" .") or "octavo"
     for count in range(1, 10_000):
         number = f"_{count:02d}" if count > 1 else ""
-        path = folder / f"{stem[:80]}_{encoder}_fp8{number}.safetensors"
+        path = folder / f"{stem[:80]}_{what}{number}.safetensors"
         if not path.exists():
             return path
     raise FileError(folder, f"holds too many files called {stem}", "choose another name")

@@ -170,6 +170,9 @@ class Companion(comfy.model_patcher.ModelPatcher):  # type: ignore[misc, unused-
     def clone(self, *args: Any, **kwargs: Any) -> Companion:
         return self  # one engine, however many clones of the CLIP
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Companion:
+        return self
+
 
 class Models:
     """How a patcher names models that are loaded with it (ModelPatcher.model_patches_models)."""

@@ -29,7 +29,7 @@ class SaveTextEncoder(io.ComfyNode):  # type: ignore[misc]
                 io.String.Input(
                     "name",
                     default="text_encoder",
-                    tooltip="Start of the file names; the encoder's name and _fp8 are added.",
+                    tooltip="Start of the file names; encoder and recipe are added.",
                 ),
             ],
             outputs=[io.String.Output(display_name="files", tooltip="The names of the new files.")],

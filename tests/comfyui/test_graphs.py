@@ -317,6 +317,28 @@ def test_a_merge_after_one_prompt_is_whole(server: Server) -> None:
     assert_alike(server, "light-merge-plain", "light-merge-ours")
 
 
+CHANGES = ["object patch", "object patch above", "transformer", "layer", "copy"]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_encoder_is_pytorch(server: Server, what: str) -> None:
+    """No answer from an engine that was built for other parts; a copy has PyTorch's alone."""
+    seed = 50 + CHANGES.index(what)
+    graph = Graph()
+    base = graph.clip("sd1", seed)
+    graph.keep(graph.encode(graph.octavo(base), "a cat"), f"changed-{what}-before")
+    server.run(graph)
+    graph = Graph()
+    base, other = graph.clip("sd1", seed), graph.clip("sd1", 49)
+    for name, clip in (("ours", graph.octavo(base)), ("plain", base)):
+        changed = graph.add("OctavoTestChange", clip=clip, other=other, what=what)
+        graph.keep(graph.encode(changed, "a cat"), f"changed-{what}-{name}")
+    server.run(graph)
+    assert_alike(server, f"changed-{what}-plain", f"changed-{what}-ours", exact=True)
+    before, after = (server.kept(f"changed-{what}-{n}")["0.cond"] for n in ("before", "ours"))
+    assert (float(cosines(before, after).mean()) > 0.99) == (what == "copy")
+
+
 def test_bypass_lora_is_pytorch(server: Server) -> None:
     graph = Graph()
     base = graph.clip("sd1")

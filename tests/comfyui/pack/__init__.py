@@ -8,6 +8,7 @@ simulated FP8 engine, which no user can switch on: it replaces `hosts.comfy.fact
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import json
@@ -196,6 +197,33 @@ class Light(_Node):
         return (clip,)
 
 
+class Change(_Node):
+    """Put parts of another CLIP into an encoder, past what a patcher tells; or copy the CLIP."""
+
+    RETURN_TYPES = ("CLIP",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        ways = ["object patch", "object patch above", "transformer", "layer", "copy"]
+        return {"required": {"clip": ("CLIP",), "other": ("CLIP",), "what": (ways,)}}
+
+    def run(self, clip: Any, other: Any, what: str) -> tuple[Any]:
+        if what == "copy":
+            return (copy.deepcopy(clip),)
+        clip = clip.clone()
+        mine, theirs = clip.cond_stage_model.clip_l, other.cond_stage_model.clip_l
+        if what == "object patch":
+            clip.patcher.add_object_patch("clip_l.transformer", theirs.transformer)
+        elif what == "object patch above":
+            clip.patcher.add_object_patch("clip_l", theirs)
+        elif what == "transformer":
+            mine.transformer = theirs.transformer
+        else:
+            layers = theirs.transformer.text_model.encoder.layers
+            mine.transformer.text_model.encoder.layers[1] = layers[1]
+        return (clip,)
+
+
 class Disk(_Node):
     """Pass the CLIP on; from now on the cache meets a full disk, or one that is read-only."""
 
@@ -304,6 +332,7 @@ NODE_CLASS_MAPPINGS = {
     "OctavoTestFiles": Files,
     "OctavoTestKeep": Keep,
     "OctavoTestLight": Light,
+    "OctavoTestChange": Change,
     "OctavoTestPress": Press,
     "OctavoTestState": State,
 }
