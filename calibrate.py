@@ -141,6 +141,12 @@ def _without_modelopt(error: ImportError, asked: bool | None, recipe: Recipe) ->
     log.warning("NVIDIA ModelOpt cannot be imported (%s); Octavo's own max is used.", error)
 
 
+def check_algorithm(recipe: Recipe) -> None:
+    """Raise OctavoError where the algorithm of `recipe` needs a ModelOpt that is not installed."""
+    if recipe.calibrated and not has_modelopt():
+        _needs_modelopt(recipe)
+
+
 def _needs_modelopt(recipe: Recipe) -> None:
     if recipe.algorithm != "max":
         raise OctavoError(

@@ -168,6 +168,16 @@ def _empty(param: click.Parameter | None) -> OctavoError:
     return OctavoError(f"{name} is empty; name a file or folder{other}.")
 
 
+def _is_given(option: str) -> bool:
+    """Whether `option` of the command that runs is on its line."""
+    context = click.get_current_context()
+    names = [p.name for p in context.command.params if option in p.opts and p.name is not None]
+    return any(
+        context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        for name in names
+    )
+
+
 class _Place(click.Path):
     """A path. An empty one, as of an unset variable of a script, would be the current folder."""
 
@@ -319,6 +329,10 @@ def build(
             embed_weights=embed_weights, encoders=encoders, output=output, activation=activation,
             flavour=flavour, mask=mask, report=report,
         )  # fmt: skip
+    given = [option for option in ("--recipe", "--algorithm", "--prompts") if _is_given(option)]
+    if given and any(b.encoder.quantized or b.noted for b in result.encoders):
+        whole = ", ".join(given)
+        click.echo(f"Note: {model.name} is quantized already; {whole} did nothing to it.", err=True)
     if not _wrote_json(json_file, result.facts()):
         show_build(result)
         if output is not None:

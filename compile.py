@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
@@ -360,6 +361,13 @@ def _package(flavour: Flavour) -> Installed:
     return package
 
 
+def _check_writer(flavour: Flavour) -> None:
+    if importlib.util.find_spec("onnx") is None:
+        raise EngineUnavailable(
+            flavour, "the package 'onnx', which writes the graph, is missing", "pip install onnx"
+        )
+
+
 def _local_gpu() -> Device:
     from .device import probe
 
@@ -395,7 +403,7 @@ def build(
     """
     start = time.monotonic()
     cache = cache or EngineCache()
-    _check_prompts(recipe)
+    _check_calibration(recipe)
     _package(flavour)
     if flavour == "tensorrt":
         _local_gpu()
@@ -406,7 +414,9 @@ def build(
     result = BuildResult(str(detected.file.path), recipe.name, unsupported=detected.unsupported)
     for encoder in chosen:
         content = content_of(encoder, detected, cache, report)
-        checkpoint, cached = checkpoint_of(encoder, detected, content, recipe, cache, report)
+        checkpoint, cached = checkpoint_of(
+            encoder, detected, content, recipe, cache, report, ready=partial(_check_writer, flavour)
+        )
         quantized = open_quantized(checkpoint.path)
         # Of the file itself, whose checksum was verified; the manifest's facts have none.
         similarity = _noted_similarity(quantized)
@@ -433,7 +443,11 @@ def build(
     return result
 
 
-def _check_prompts(recipe: Recipe) -> None:
+def _check_calibration(recipe: Recipe) -> None:
+    """Raise OctavoError before the long work for what `recipe` cannot be calibrated with."""
+    from .calibrate import check_algorithm
+
+    check_algorithm(recipe)
     shipped = len(prompts.load_tokens("calibration"))
     if recipe.prompts > shipped:
         raise OctavoError(
@@ -514,8 +528,11 @@ def make_checkpoint(
     *,
     device: torch.device | str = "cpu",
     recheck: Callable[[], Fingerprint] | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> tuple[Entry, bool]:
     """(the FP8 checkpoint's cache entry, whether it was there already).
+
+    `ready` is called before the long work, and raises where it would be for nothing.
 
     `recheck` tells the content again before anything is stored (None: it is hashed again): weights
     that changed meanwhile must not lie under the key of what they were.
@@ -530,6 +547,8 @@ def make_checkpoint(
     with cache.lock(key, on_wait=_waiting(source.name, report)):
         if (entry := cache.get("checkpoint", key)) is not None:
             return entry, True
+        if ready is not None:
+            ready()
         with cache.temporary("checkpoint", key) as probe:
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
             _refuse_full(probe, source.spec, recipe)
@@ -569,6 +588,8 @@ def checkpoint_of(
     recipe: Recipe,
     cache: EngineCache,
     report: Report = silent,
+    *,
+    ready: Callable[[], None] | None = None,
 ) -> tuple[Entry, bool]:
     """As `make_checkpoint`; a file that Octavo wrote is its own checkpoint."""
     if detected.is_octavo:
@@ -577,7 +598,7 @@ def checkpoint_of(
     def recheck() -> Fingerprint:
         return content if is_unchanged(detected) else fingerprint(encoder)
 
-    return make_checkpoint(encoder, content, recipe, cache, report, recheck=recheck)
+    return make_checkpoint(encoder, content, recipe, cache, report, recheck=recheck, ready=ready)
 
 
 def is_unchanged(detected: Detected) -> bool:
@@ -975,12 +996,7 @@ def make_plan(
     with cache.lock(key, on_wait=_waiting(subject, report)):
         if (entry := find_plan(cache, key)) is not None:
             return engine(entry, True), 0
-        if importlib.util.find_spec("onnx") is None:
-            raise EngineUnavailable(
-                flavour,
-                "the package 'onnx', which writes the graph, is missing",
-                "pip install onnx",
-            )
+        _check_writer(flavour)
         with cache.temporary("plan", key) as probe:
             probe.touch()  # as above, and with the cache's own remedy
         report(Progress(subject, f"emitting ONNX for {target.gpu}"))
@@ -1112,7 +1128,7 @@ def verify(
     from .verify import States, reference_by_blocks, reference_run, states_of
 
     cache = cache or EngineCache()
-    _check_prompts(recipe)
+    _check_calibration(recipe)
     detected = detect(path, activation=activation)
     results = []
     for encoder in select(detected, encoders):

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import octavo
 import torch
 from diffusers import FluxPipeline
 
 
 def main() -> None:
+    if not torch.cuda.is_available():  # before 34 GB are downloaded
+        sys.exit("This example needs an NVIDIA GPU; sdxl_offline.py needs none.")
     pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", torch_dtype=torch.bfloat16)
     pipe.to("cuda")  # 34 GB; on a smaller card pipe.enable_model_cpu_offload() in its place, and
     octavo.accelerate(pipe)  # components="text_encoder" here: T5 gains little under offload

@@ -12,6 +12,8 @@ from diffusers import StableDiffusionXLPipeline
 
 
 def main(lora: str | None = None) -> None:
+    if not torch.cuda.is_available():  # before 8 GB are downloaded
+        sys.exit("This example needs an NVIDIA GPU; sdxl_offline.py needs none.")
     pipe = StableDiffusionXLPipeline.from_pretrained(
         "stabilityai/stable-diffusion-xl-base-1.0", torch_dtype=torch.float16, variant="fp16"
     ).to("cuda")

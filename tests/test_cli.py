@@ -141,6 +141,19 @@ def test_build_json(filled: tuple[Path, dict[str, Any]], tiny: Path) -> None:
     assert 200e6 < facts["peak_rss_bytes"] < 10e9
 
 
+def test_options_that_do_nothing_to_a_quantized_file(
+    run: Callable[..., Result], tiny: Path, cache: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "fp8.safetensors"
+    plain = ("build", tiny, "--gpu", "rtx4090", "--cache", cache, "--recipe", "fp8")
+    assert "did nothing" not in run(*plain, "--output", output).err
+    built = run("build", output, "--gpu", "rtx4090", "--cache", cache)
+    assert built.code == 0 and "did nothing" not in built.err
+    built = run("build", output, "--gpu", "rtx4090", "--cache", cache, "--recipe", "bf16")
+    said = "Note: fp8.safetensors is quantized already; --recipe did nothing to it."
+    assert built.code == 0 and said in built.err
+
+
 WITHOUT_TORCH = """
 import sys
 from octavo.cli import main

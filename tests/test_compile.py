@@ -31,6 +31,7 @@ from octavo.errors import (
     Cancelled,
     EngineUnavailable,
     FileError,
+    OctavoError,
     QuantizationError,
     SimilarityError,
 )
@@ -741,6 +742,25 @@ def test_no_onnx(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert one(build(tiny, "rtx4090", cache=cache)).engines[0].cached  # nothing is emitted
     with pytest.raises(EngineUnavailable, match=r"'onnx', which writes the graph, is missing"):
         build(tiny, "rtx5090", cache=cache)
+    report = Recorder()
+    with pytest.raises(EngineUnavailable, match=r"'onnx', which writes the graph, is missing"):
+        build(tiny, cache=cache / "new", report=report)
+    assert set(report.phases) == {"reading"}, "told after the calibration"
+
+
+def test_no_modelopt_for_its_algorithm(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.calibrate.has_modelopt", lambda: False)
+    report = Recorder()
+    for command in (compiler.build, compiler.verify):
+        more = {"gpus": [gpu_from_name("rtx4090")]} if command is compiler.build else {}
+        with pytest.raises(OctavoError, match="algorithm 'mse' needs NVIDIA ModelOpt"):
+            command(
+                tiny, recipe=load_recipe("fp8").with_options("mse"),
+                cache=EngineCache(tmp_path / "cache"), report=report, **more,
+            )  # fmt: skip
+    assert report.events == []
 
 
 def test_unwritable_cache_before_calibration(tiny: Path, tmp_path: Path) -> None:
