@@ -501,7 +501,7 @@ def test_encoders_that_are_none(accelerate: Accelerate) -> None:
     with pytest.raises(OctavoError, match="'text_encoder_9' loaded; it has text_encoder_2"):
         accelerate(tiny.sdxl_refiner(), components=["text_encoder_9"])
     for nothing in ("", [], ()):
-        with pytest.raises(OctavoError, match="components is empty|no text encoder ''"):
+        with pytest.raises(OctavoError, match=r"components is empty|no text encoder ''"):
             accelerate(tiny.sd15(), components=nothing)
 
 

@@ -25,6 +25,7 @@ from asked import (
     expected_embeddings,
     parkable,
     plain,
+    reorder,
     served,
 )
 from octavo.encoders import T5Spec
@@ -369,13 +370,19 @@ def tokens(module: Any) -> None:
     module.get_input_embeddings().weight.data.mul_(torch.linspace(-1, 1, 32))
 
 
+def other_order(module: Any) -> None:
+    for block in module.encoder.block:
+        reorder(block.layer[1].DenseReluDense.wo.weight)
+        reorder(block.layer[0].SelfAttention.v.weight)
+
+
 def wo_cast(module: Any) -> None:
     for name, part in module.named_modules():
         if name.endswith(".wo"):
             part.weight.data = part.weight.data.neg().to(torch.float16)
 
 
-@pytest.mark.parametrize("change", [query, bias, norm, wo, tokens])
+@pytest.mark.parametrize("change", [query, bias, norm, wo, other_order, tokens])
 @pytest.mark.parametrize("dtype", ["float32", FP16_AS_LOADED])
 def test_changed_in_place(
     change: Callable[[Any], None], dtype: str, accelerate: Accelerate
