@@ -12,7 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .hooks import kept
 
 PROBES = 16  # values looked at in each weight at every call
 # 16-bit values that are widened at once: what a core's cache holds; on a GPU 64 MB.
@@ -105,6 +107,34 @@ class Watches:
     def digest(self) -> tuple[str, ...]:
         """Equal for equal values, on any device. Call `look` before."""
         return tuple(watch.digest() for watch in self._watches)
+
+
+class Counting:
+    """Tells whether the buffer `name` of `part` holds 0, 1, 2, ... to `count` - 1, as [1, count].
+
+    It is read when it was changed in place or is another tensor, as it is whenever a model moves.
+    """
+
+    def __init__(self, part: nn.Module, name: str, count: int) -> None:
+        self._part, self._name, self._count = part, name, count
+        self._seen: tuple[Tensor, int] | None = None
+
+    @torch.no_grad()
+    def holds(self) -> bool:
+        try:
+            found = kept(self._part, self._name)
+        except AttributeError:
+            return False
+        if self._seen is not None and found is self._seen[0] and found._version == self._seen[1]:
+            return True
+        self._seen = None
+        if found.shape != (1, self._count) or found.is_meta:
+            return False
+        if not bool((found == torch.arange(self._count, device=found.device)).all()):
+            return False
+        if not found.is_inference():  # those have no version
+            self._seen = found, found._version
+        return True
 
 
 def weighted_sums(tensors: Sequence[Tensor]) -> list[int]:

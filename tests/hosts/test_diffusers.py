@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import subprocess
@@ -348,7 +349,27 @@ def add_model_hook(module: nn.Module) -> None:
     add_hook_to_module(layer(module).mlp, ModelHook())
 
 
+def own_attention(module: Any) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def louder(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query * 4, *args, **kwargs)
+
+    AttentionInterface.register("louder", louder)
+    module.set_attn_implementation("louder")
+
+
+def turned_positions(module: Any) -> None:
+    embeddings = core_of(module).embeddings
+    embeddings.position_ids = embeddings.position_ids.flip(1)
+
+
 FOREIGN: dict[str, Callable[[Any], object]] = {
+    "attention": own_attention,
+    "attention's scale": lambda m: setattr(layer(m).self_attn, "scale", 3.0),
+    "norm's eps": lambda m: setattr(layer(m).layer_norm1, "eps", 10.0),
+    "positions": turned_positions,
     "hook": lambda m: layer(m).register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: layer(m).mlp.fc1.register_forward_pre_hook(lambda *_: None),
     "forward": patch_forward,
@@ -381,6 +402,100 @@ def test_other_libraries_inside(
     assert served(module) == (0 if first else 1)
     assert octavo.report(pipe)["text_encoder"].refusals
     assert (len(caplog.records) > 0) or "class" in case
+
+
+def test_positions_changed_in_place(accelerate: Accelerate) -> None:
+    """A model that moves has other buffers, which is no change; one of them is then changed."""
+    module = accelerate(tiny.clip_text(32))
+    embeddings = core_of(module).embeddings
+    before = call(module, IDS).last_hidden_state
+    tower = host._served(module)._tower
+    embeddings.position_ids = embeddings.position_ids.clone()
+    assert_same(before, call(module, IDS).last_hidden_state)
+    with torch.inference_mode():
+        embeddings.position_ids = embeddings.position_ids.clone()
+    assert_same(before, call(module, IDS).last_hidden_state)
+    embeddings.position_ids = torch.arange(77)[None]
+    assert_same(before, call(module, IDS).last_hidden_state)
+    assert host._served(module)._tower is tower and served(module) == 4
+    embeddings.position_ids.copy_(torch.arange(77).flip(0))
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 4
+    assert "positions are not" in octavo.report(module)["CLIPTextModel"].text()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_class_is_patched(
+    wrapped: bool, first: bool, accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper bears the module's name of what it wraps."""
+    module = tiny.clip_text(32)
+    kind = type(layer(module).mlp)
+    original = kind.forward
+
+    def patch(self: Any, x: Tensor) -> Tensor:
+        return original(self, x) * 0
+
+    with monkeypatch.context() as patched:
+        if first:
+            patched.setattr(kind, "forward", functools.wraps(original)(patch) if wrapped else patch)
+            with pytest.raises(OctavoError, match="the forward of CLIPMLP is replaced"):
+                accelerate(module)
+            return
+        accelerate(module)
+        before = call(module, IDS).last_hidden_state
+        patched.setattr(kind, "forward", functools.wraps(original)(patch) if wrapped else patch)
+        assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+        assert served(module) == 1
+    assert_same(before, call(module, IDS).last_hidden_state)
+    assert served(module) == 2
+
+
+def test_a_forward_is_replaced_by_another(accelerate: Accelerate) -> None:
+    """Where every part has one of its own already: hooks of accelerate came and went."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    module = tiny.clip_text(32)
+    for part in list(layer(module).modules()):
+        add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
+    remove_hook_from_module(layer(module), recurse=True)
+    assert "forward" in layer(module).mlp.__dict__
+    accelerate(module)
+    call(module, IDS)
+    assert served(module) == 1
+    layer(module).mlp.forward = lambda x: x * 0
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 1
+
+
+def test_a_hook_takes_the_place_of_another(accelerate: Accelerate) -> None:
+    """transformers' recorders leave with a foreign hook in their stead: as many as before."""
+    module = tiny.clip_text(32)
+
+    def recorder(*_: Any) -> None: ...
+
+    recorder.__module__ = "transformers.utils.output_capturing"
+    handle = layer(module).register_forward_hook(recorder)
+    accelerate(module)
+    call(module, IDS)
+    assert served(module) == 1
+    handle.remove()
+    layer(module).register_forward_hook(lambda m, args, out: out * 0)
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 1
+
+
+def test_dropout_that_is_set_later(accelerate: Accelerate) -> None:
+    module = accelerate(tiny.clip_text(32).eval())
+    call(module, IDS)
+    layer(module).self_attn.dropout = 0.9
+    call(module, IDS)
+    assert served(module) == 2
+    core_of(module).encoder.train()
+    call(module, IDS)
+    assert served(module) == 2
+    assert "training mode" in octavo.report(module)["CLIPTextModel"].text()
 
 
 def test_a_hook_that_goes_away(accelerate: Accelerate) -> None:

@@ -517,6 +517,11 @@ def patched(module: Any) -> None:
     attention.forward = lambda *a, **k: original(*a, **k)
 
 
+def scaled_attention(module: Any) -> None:
+    for block in module.encoder.block:
+        block.layer[0].SelfAttention.scaling = 0.5
+
+
 LEFT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "class": ("Linear4bit", a_class_of_its_own),
     "fp8": ("float8_e4m3fn", fp8_weights),
@@ -557,7 +562,7 @@ def test_left_to_pytorch(
     assert (served(pipe.text_encoder), served(pipe.text_encoder_2)) == (1, 0)
 
 
-@pytest.mark.parametrize("change", [hooked, patched, biased, fp8_weights])
+@pytest.mark.parametrize("change", [hooked, patched, biased, fp8_weights, scaled_attention])
 def test_changed_after_the_first_prompt(
     change: Callable[[Any], None], accelerate: Accelerate
 ) -> None:
