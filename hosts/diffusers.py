@@ -10,6 +10,7 @@ diffusers is never imported: a pipeline is whatever has `components`.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
 from ..choose import VARIABLE, Packages, requested
@@ -205,7 +207,10 @@ def _refusal(module: nn.Module) -> str | None:
     found = tower_of(module)
     if isinstance(found, str):
         return found
-    return None if has_own_forward(module) else "its forward is replaced by another library"
+    slots, key = forward_slot(module)
+    if has_own_forward(module) or isinstance(slots.get(key), _Forward):  # a shallow copy's
+        return None
+    return "its forward is replaced by another library"
 
 
 def _texts(prompts: str | Sequence[str] | None) -> list[str]:
@@ -241,6 +246,24 @@ def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str]) -> 
 # Attaching
 
 
+_interpreter = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def _is_transformed() -> bool:
+    """Whether PyTorch traces, transforms or differentiates what it is called for.
+
+    torch.compile, torch.export, torch.jit.trace, torch.func, forward-mode gradients.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or _interpreter() is not None
+        or getattr(forward_ad, "_current_level", -1) >= 0
+    )
+
+
 @dataclass(frozen=True)
 class _Options:
     recipe: str
@@ -257,17 +280,19 @@ class _Forward:
     """Lies where the model's `forward` was. Knows the model weakly: neither keeps the other alive.
 
     `__slots__`, because accelerate and diffusers copy the `__dict__` of what they wrap. A copy or a
-    pickle of the model gets the forward of its class: only this very model is accelerated.
+    pickle of the model gets the forward of its class: only this very model is accelerated. A
+    shallow copy has this one; it gets the forward of its class when the model is gone.
     """
 
-    __slots__ = ("__weakref__", "_model", "_served")
+    __slots__ = ("__weakref__", "_kind", "_model", "_served")
 
     def __init__(self, model: nn.Module, served: _Served) -> None:
         self._model, self._served = weakref.ref(model), served
+        self._kind = type(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, model = self._plain()
-        if self._served.off or torch.compiler.is_compiling():
+        if _is_transformed() or self._served.off or (model := self._model()) is None:
+            function, model = self._plain()
             return function(model, *args, **kwargs)
         return self._served(model, args, kwargs)
 
@@ -276,11 +301,25 @@ class _Forward:
         function, model = self._plain()
         return inspect.signature(partial(function, model))
 
+    @property
+    def __code__(self) -> Any:
+        """For torch.export, which names what it exports by it."""
+        return self._kind.forward.__code__
+
     def _plain(self) -> tuple[Any, nn.Module]:
         model = self._model()
         if model is None:
+            model = self._heir()
+        return self._kind.forward, model
+
+    def _heir(self) -> nn.Module:
+        """A shallow copy that outlived the model; every one gets the forward of its class."""
+        same = [one for one in gc.get_objects() if type(one) is self._kind]
+        heirs = [one for one in same if _take_off(one, self)]
+        if not heirs:
             raise OctavoBug("a text encoder is used after it was freed")
-        return type(model).forward, model
+        self._model = weakref.ref(heirs[0])
+        return heirs[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         function, model = self._plain()
@@ -305,7 +344,7 @@ def _attach(name: str, module: nn.Module, options: _Options) -> _Served:
         served = _registry[module] = _Served(name, options)
         slots, key = forward_slot(module)
         slots[key] = _Forward(module, served)
-        served.finalizer = weakref.finalize(module, served.close)
+        served.finalizer = weakref.finalize(module, served.end)
         served.finalizer.atexit = False
     elif served.options != options:
         served.close()
@@ -316,16 +355,24 @@ def _attach(name: str, module: nn.Module, options: _Options) -> _Served:
 def _detach(module: nn.Module, served: _Served) -> None:
     module = _inner(module)
     slots, key = forward_slot(module)
-    if isinstance(slots.get(key), _Forward):
-        if slots is module.__dict__ and key == "forward":
-            del slots[key]
-        else:
-            slots[key] = type(module).forward.__get__(module)
-    served.off = True  # another library may have wrapped our forward and call it for ever
+    if isinstance(ours := slots.get(key), _Forward):
+        _take_off(module, ours)
     served.finalizer.detach()
-    served.close()
+    served.end()
     del _registry[module]
     _unpark(module)
+
+
+def _take_off(module: nn.Module, ours: _Forward) -> bool:
+    """Put the forward of its class where `ours` lies in `module`; False if it does not."""
+    slots, key = forward_slot(module)
+    if slots.get(key) is not ours:
+        return False
+    if slots is module.__dict__ and key == "forward":
+        del slots[key]
+    else:
+        slots[key] = type(module).forward.__get__(module)
+    return True
 
 
 def _unpark(module: Any) -> None:
@@ -501,6 +548,11 @@ class _Served:
                 if reason
             )
             return replace(known, refusals=known.refusals + counted)
+
+    def end(self) -> None:
+        """Free the engine for good: another library may have wrapped our forward and call it."""
+        self.off = True
+        self.close()
 
     def close(self) -> None:
         """Free the engine; the next request makes a new one."""

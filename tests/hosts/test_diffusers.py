@@ -35,6 +35,7 @@ from octavo.errors import EngineUnavailable, OctavoError
 from octavo.hosts import diffusers as host
 from octavo.recipes import Floor
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Accelerate = Callable[..., Any]
 LONG = "a very long prompt about a cat that sits on a mat and looks at the moon " * 4
@@ -251,6 +252,58 @@ def test_hooks_on_the_model_itself_run(accelerate: Accelerate) -> None:
     accelerate(module)
     got = call(module, IDS)
     assert served(module) == 1 and seen[0] is got
+
+
+# PyTorch's transforms
+
+
+def gradients(module: nn.Module) -> Tensor:
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, weights, (IDS,)).last_hidden_state.pow(2).sum()
+
+    found = torch.func.grad(loss)(weights)
+    return torch.cat([g.flatten() for n, g in found.items() if "fc1" in n])
+
+
+def over_rows(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return torch.vmap(lambda row: module(row[None]).last_hidden_state)(IDS)
+
+
+def forward_gradients(module: Any) -> Tensor:
+    module.set_attn_implementation("eager")  # the others have no forward gradients
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(p, p + 1) for n, p in module.named_parameters()}
+        out = torch.func.functional_call(module, duals, (IDS,)).last_hidden_state
+        return forward_ad.unpack_dual(out).tangent
+
+
+def exported(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return torch.export.export(module, (IDS,)).module()(IDS).last_hidden_state
+
+
+def traced(module: nn.Module) -> Tensor:
+    def last(ids: Tensor) -> Tensor:
+        return module(ids).last_hidden_state
+
+    with torch.no_grad():
+        return torch.jit.trace(last, IDS, check_trace=False)(IDS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", [gradients, over_rows, forward_gradients, exported, traced])
+def test_transforms_are_pytorchs(
+    transform: Callable[[Any], Tensor], accelerate: Accelerate
+) -> None:
+    module = accelerate(tiny.clip_text(32).eval().requires_grad_(False))
+    call(module, IDS)
+    with plain(module):
+        expected = transform(module)
+    assert_same(expected, transform(module))
+    assert served(module) == 1
 
 
 # What PyTorch answers, bit for bit

@@ -619,6 +619,26 @@ def test_saved_and_copied(accelerate: Accelerate, tmp_path: Path) -> None:
     assert_same(got, embeddings(pipe))
 
 
+def test_a_shallow_copy(accelerate: Accelerate, cache: Any) -> None:
+    """It shares all parts, and stays when the model goes; then it can be accelerated itself."""
+    module = octavo.accelerate(tiny.clip_text(32), cache=cache)
+    expected, got = eager(module), states(module)
+    gone, engine = weakref.ref(module), host._served(module)._encoder
+    twin = copy.copy(module)
+    assert_same(got, states(twin))
+    del module
+    gc.collect()
+    assert gone() is None and engine._closed
+    assert_same(expected, states(twin))
+    core_of(twin).final_layer_norm.weight.data.mul_(2)
+    assert differs(expected, states(twin))
+    accelerate(twin)
+    assert_close(eager(twin), states(twin))
+    assert served(twin) == 1
+    octavo.restore(twin)
+    assert "forward" not in twin.__dict__
+
+
 def test_pickled(accelerate: Accelerate) -> None:
     module = accelerate(tiny.clip_text(32))
     with torch.no_grad():
