@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,10 +76,12 @@ def accelerate(
     keep PyTorch with one log line each. `calibration_prompts` widen the input ranges found with
     Octavo's own prompts. The other options are those of `AcceleratedEncoder`. The first prompt
     chooses the engine and builds or loads it, on the device it runs on. A second call changes the
-    options; an encoder that pipelines share has one engine and the options given last.
+    options, and has an encoder without an engine look for one again; an encoder that pipelines
+    share has one engine and the options given last.
 
     Raises OctavoError for a pipeline without text encoders, for a named component that cannot be
-    served, and for an unknown recipe or engine (in OCTAVO_ENGINE too).
+    served, and for options that make no sense (in OCTAVO_ENGINE, OCTAVO_CACHE and
+    OCTAVO_CACHE_BUDGET too).
     """
     load_recipe(recipe)
     requested(engine, os.environ.get(VARIABLE))
@@ -89,13 +91,9 @@ def accelerate(
             "octavo.recipes.Floor(token_mean=0.99, token_min=0.95, pooled=0.99)."
         )
     texts = _texts(calibration_prompts)
-    if cache is not None and not isinstance(cache, EngineCache):
-        if not os.fspath(cache):  # as of an unset variable; it would be the current folder
-            raise OctavoError("cache is empty; name a folder, or leave it out.")
-        cache = EngineCache(Path(cache))
-    root = None if cache is None else cache.root
+    store = _store(cache)
     found = _text_encoders(pipe)
-    named = [components] if isinstance(components, str) else components
+    named = _names(components)
     if named is not None and not named:  # as of a filter that let nothing through
         raise OctavoError("components is empty; name text encoders, or leave it out.")
     if isinstance(pipe, nn.Module):
@@ -111,7 +109,7 @@ def accelerate(
         if refusal is None:
             tokens = _tokens(pipe, name, module, texts)
             options = _Options(
-                recipe, engine, tokens, floor, background, root, cache, progress or silent
+                recipe, engine, tokens, floor, background, store.root, store, progress or silent
             )
             _attach(name, module, options).owners.add(pipe)
         elif named is None:
@@ -213,9 +211,38 @@ def _refusal(module: nn.Module) -> str | None:
     return "its forward is replaced by another library"
 
 
-def _texts(prompts: str | Sequence[str] | None) -> list[str]:
+def _store(cache: Any) -> EngineCache:
+    """The cache that is meant; a variable that names none is refused now and not at a prompt."""
+    if cache is None:
+        return EngineCache()
+    if isinstance(cache, EngineCache):
+        return cache
+    if not isinstance(cache, str | os.PathLike):
+        raise OctavoError(f"cache is {cache!r}; name a folder, or leave it out.")
+    if not os.fspath(cache):  # as of an unset variable; it would be the current folder
+        raise OctavoError("cache is empty; name a folder, or leave it out.")
+    return EngineCache(Path(cache))
+
+
+def _names(components: Any) -> list[str] | None:
+    """One name or several as a list of them."""
+    if components is None:
+        return None
+    if isinstance(components, str):
+        return [components]
+    found = list(components) if isinstance(components, Iterable) else [components]
+    for name in found:
+        if not isinstance(name, str):
+            raise OctavoError(f"components hold {name!r}; they must be names of text encoders.")
+    return found
+
+
+def _texts(prompts: Any) -> list[str]:
     """One text or several as a list of them."""
-    found = [prompts] if isinstance(prompts, str) else list(prompts or ())
+    if prompts is None or isinstance(prompts, str):
+        found = [] if prompts is None else [prompts]
+    else:
+        found = list(prompts) if isinstance(prompts, Iterable) else [prompts]
     for prompt in found:
         if not isinstance(prompt, str):
             raise OctavoError(f"calibration_prompts hold {prompt!r}; they must be texts.")
@@ -271,8 +298,8 @@ class _Options:
     tokens: Rows
     floor: Floor | None
     background: bool
-    root: Path | None
-    cache: EngineCache | None = field(compare=False)
+    root: Path
+    cache: EngineCache = field(compare=False)
     progress: Report = field(compare=False)
 
 
@@ -349,6 +376,8 @@ def _attach(name: str, module: nn.Module, options: _Options) -> _Served:
     elif served.options != options:
         served.close()
         served.options = options
+    else:
+        served.again = True
     return served
 
 
@@ -425,7 +454,8 @@ class _Served:
         self._tower: Tower | None = None
         self._host: _Host | None = None
         self._encoder: AcceleratedEncoder | None = None
-        self._without_engine = False  # none serves here, nor will one come
+        self._without_engine = False  # none serves here, nor will one come ...
+        self.again = False  # ... unless the user has asked for one since: the disk was full, say
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
@@ -494,6 +524,9 @@ class _Served:
         self, tower: Tower, embeds: Tensor, mask: Tensor | None
     ) -> tuple[Hidden, Tensor] | None:
         """(hidden states, final state) from an engine, or None where PyTorch must answer."""
+        again, self.again = self.again, False
+        if again and (one := self._encoder) is not None and not one.has_engine and one.wait(0):
+            self.close()
         host, encoder, device = self._host, self._encoder, embeds.device
         if host is None or encoder is None or not host.suits(tower, device):
             if (

@@ -10,6 +10,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -31,7 +32,8 @@ from asked import (
 from octavo import prompts
 from octavo.accelerated import AcceleratedEncoder
 from octavo.device import Device
-from octavo.errors import EngineUnavailable, OctavoError
+from octavo.engine_cache import EngineCache
+from octavo.errors import CacheError, EngineUnavailable, OctavoError
 from octavo.hosts import diffusers as host
 from octavo.recipes import Floor
 from torch import Tensor, nn
@@ -682,6 +684,57 @@ def test_unknown_engine_in_the_environment(
         accelerate(tiny.sd15())
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OCTAVO_CACHE", "~nobody-is-called-this/x"), ("OCTAVO_CACHE_BUDGET", "much")],
+)
+def test_a_bad_cache_is_said_at_once(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    module = tiny.clip_text(32)
+    with pytest.raises(OctavoError, match=value):
+        octavo.accelerate(module)
+    assert host._served(module) is None
+
+
+def test_no_folder_is_made_before_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    module = octavo.accelerate(tiny.clip_text(32))
+    assert not list(tmp_path.iterdir())
+    call(module, IDS)
+    assert list(tmp_path.iterdir()) and served(module) == 1
+    octavo.restore(module)
+
+
+def test_accelerated_again_it_tries_again(
+    accelerate: Accelerate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full, and the user has made room; what serves is left alone."""
+    module = tiny.clip_text(32)
+    store = EngineCache(tmp_path)
+    with monkeypatch.context() as full:
+
+        def put(*_: Any, **__: Any) -> Any:
+            raise CacheError(tmp_path, "the disk is full", "make room")
+
+        full.setattr(EngineCache, "put", put)
+        full.setattr(EngineCache, "adopt", put)
+        accelerate(module, cache=store)
+        call(module, IDS)
+        assert served(module) == 0
+        assert "the disk is full" in octavo.report(module)["CLIPTextModel"].text()
+    call(module, IDS)
+    assert served(module) == 0
+    accelerate(module, cache=store)
+    call(module, IDS)
+    assert served(module) == 1
+    engine = host._served(module)._encoder
+    accelerate(module, cache=store)
+    call(module, IDS)
+    assert served(module) == 2 and host._served(module)._encoder is engine
+
+
 def test_unknown_options(accelerate: Accelerate) -> None:
     pipe = tiny.sd15()
     with pytest.raises(OctavoError, match="recipe 'int4' does not exist"):
@@ -694,6 +747,15 @@ def test_unknown_options(accelerate: Accelerate) -> None:
         accelerate(pipe, cache="")
     with pytest.raises(OctavoError, match="calibration_prompts hold 3; they must be texts"):
         accelerate(pipe, calibration_prompts=["a cat", 3])
+    with pytest.raises(OctavoError, match="calibration_prompts hold 5; they must be texts"):
+        accelerate(pipe, calibration_prompts=5)
+    with pytest.raises(OctavoError, match="components hold 5; they must be names"):
+        accelerate(pipe, components=5)
+    with pytest.raises(OctavoError, match="components hold None; they must be names"):
+        accelerate(pipe, components=["text_encoder", None])
+    for nothing in (5, b"folder", False):
+        with pytest.raises(OctavoError, match=r"cache is .*; name a folder, or leave it out"):
+            accelerate(pipe, cache=nothing)
     with pytest.raises(OctavoError, match="give the whole pipeline"):
         accelerate(tiny.clip_text(), calibration_prompts=["a cat"])
     assert not host._registry.get(pipe.text_encoder)
