@@ -19,6 +19,7 @@ from ..encoders import ClipSpec
 from ..encoders.clip import END_TOKEN
 from .encoder_call import Call
 from .tower import Family, Unsupported, outputs
+from .watch import Counting
 
 VOCABULARY = END_TOKEN + 1  # textual inversion adds rows beyond; they stay in the module
 
@@ -38,6 +39,9 @@ class Clip(Family):
     arguments = ("input_ids", "attention_mask", "position_ids")
     keeps_hidden = True
     parts = frozenset(_ACTIVATIONS)
+    constants = frozenset(
+        {"scale", "head_dim", "num_heads", "dropout", "eps", "approximate", "config"}
+    )
 
     def core(self, module: Any) -> Any:
         """With `embeddings`, `encoder` and `final_layer_norm`."""
@@ -54,16 +58,20 @@ class Clip(Family):
                 type(layer.mlp.activation_fn).__name__,
                 getattr(layer.mlp.activation_fn, "approximate", "none"),
                 layer.self_attn.num_heads,
+                layer.self_attn.head_dim,
+                layer.self_attn.scale,
                 layer.mlp.fc1.out_features,
             )
             for layer in layers
         }
         if len(alike) != 1 or len(eps) != 1:
             raise Unsupported("it has no layers, or they differ from each other")
-        activation, approximate, heads, feed_forward = alike.pop()
+        activation, approximate, heads, head_dim, scale, feed_forward = alike.pop()
         if activation not in _ACTIVATIONS or approximate != "none":
             raise Unsupported(f"its activation is {activation}, and CLIP's are quick_gelu and gelu")
         rows, width = tokens.weight.shape
+        if heads * head_dim != width or scale != head_dim**-0.5:
+            raise Unsupported("its attention is not CLIP's")
         if rows < VOCABULARY:
             raise Unsupported(f"its vocabulary has {rows} tokens, and CLIP's has {VOCABULARY}")
         return ClipSpec(
@@ -82,6 +90,10 @@ class Clip(Family):
 
     def table(self, module: Any) -> Any:
         return self.core(module).embeddings.token_embedding
+
+    def positions(self, module: Any) -> Counting:
+        embeddings = self.core(module).embeddings
+        return Counting(embeddings, "position_ids", len(embeddings.position_embedding.weight))
 
     def live(self, module: Any) -> list[nn.Module]:
         projection = getattr(module, "text_projection", None)

@@ -10,13 +10,14 @@ diffusers is never imported: a pipeline is whatever has `components`.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..accelerated import AcceleratedEncoder, EncoderReport, Hidden, Patched, Refusal
 from ..choose import VARIABLE, Packages, requested
@@ -74,10 +76,12 @@ def accelerate(
     keep PyTorch with one log line each. `calibration_prompts` widen the input ranges found with
     Octavo's own prompts. The other options are those of `AcceleratedEncoder`. The first prompt
     chooses the engine and builds or loads it, on the device it runs on. A second call changes the
-    options; an encoder that pipelines share has one engine and the options given last.
+    options, and has an encoder without an engine look for one again; an encoder that pipelines
+    share has one engine and the options given last.
 
     Raises OctavoError for a pipeline without text encoders, for a named component that cannot be
-    served, and for an unknown recipe or engine (in OCTAVO_ENGINE too).
+    served, and for options that make no sense (in OCTAVO_ENGINE, OCTAVO_CACHE and
+    OCTAVO_CACHE_BUDGET too).
     """
     load_recipe(recipe)
     requested(engine, os.environ.get(VARIABLE))
@@ -87,13 +91,9 @@ def accelerate(
             "octavo.recipes.Floor(token_mean=0.99, token_min=0.95, pooled=0.99)."
         )
     texts = _texts(calibration_prompts)
-    if cache is not None and not isinstance(cache, EngineCache):
-        if not os.fspath(cache):  # as of an unset variable; it would be the current folder
-            raise OctavoError("cache is empty; name a folder, or leave it out.")
-        cache = EngineCache(Path(cache))
-    root = None if cache is None else cache.root
+    store = _store(cache)
     found = _text_encoders(pipe)
-    named = [components] if isinstance(components, str) else components
+    named = _names(components)
     if named is not None and not named:  # as of a filter that let nothing through
         raise OctavoError("components is empty; name text encoders, or leave it out.")
     if isinstance(pipe, nn.Module):
@@ -109,7 +109,7 @@ def accelerate(
         if refusal is None:
             tokens = _tokens(pipe, name, module, texts)
             options = _Options(
-                recipe, engine, tokens, floor, background, root, cache, progress or silent
+                recipe, engine, tokens, floor, background, store.root, store, progress or silent
             )
             _attach(name, module, options).owners.add(pipe)
         elif named is None:
@@ -205,12 +205,44 @@ def _refusal(module: nn.Module) -> str | None:
     found = tower_of(module)
     if isinstance(found, str):
         return found
-    return None if has_own_forward(module) else "its forward is replaced by another library"
+    slots, key = forward_slot(module)
+    if has_own_forward(module) or isinstance(slots.get(key), _Forward):  # a shallow copy's
+        return None
+    return "its forward is replaced by another library"
 
 
-def _texts(prompts: str | Sequence[str] | None) -> list[str]:
+def _store(cache: Any) -> EngineCache:
+    """The cache that is meant; a variable that names none is refused now and not at a prompt."""
+    if cache is None:
+        return EngineCache()
+    if isinstance(cache, EngineCache):
+        return cache
+    if not isinstance(cache, str | os.PathLike):
+        raise OctavoError(f"cache is {cache!r}; name a folder, or leave it out.")
+    if not os.fspath(cache):  # as of an unset variable; it would be the current folder
+        raise OctavoError("cache is empty; name a folder, or leave it out.")
+    return EngineCache(Path(cache))
+
+
+def _names(components: Any) -> list[str] | None:
+    """One name or several as a list of them."""
+    if components is None:
+        return None
+    if isinstance(components, str):
+        return [components]
+    found = list(components) if isinstance(components, Iterable) else [components]
+    for name in found:
+        if not isinstance(name, str):
+            raise OctavoError(f"components hold {name!r}; they must be names of text encoders.")
+    return found
+
+
+def _texts(prompts: Any) -> list[str]:
     """One text or several as a list of them."""
-    found = [prompts] if isinstance(prompts, str) else list(prompts or ())
+    if prompts is None or isinstance(prompts, str):
+        found = [] if prompts is None else [prompts]
+    else:
+        found = list(prompts) if isinstance(prompts, Iterable) else [prompts]
     for prompt in found:
         if not isinstance(prompt, str):
             raise OctavoError(f"calibration_prompts hold {prompt!r}; they must be texts.")
@@ -241,6 +273,24 @@ def _tokens(pipe: Any, name: str, module: nn.Module, prompts: Sequence[str]) -> 
 # Attaching
 
 
+_interpreter = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def _is_transformed() -> bool:
+    """Whether PyTorch traces, transforms or differentiates what it is called for.
+
+    torch.compile, torch.export, torch.jit.trace, torch.func, forward-mode gradients.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or _interpreter() is not None
+        or getattr(forward_ad, "_current_level", -1) >= 0
+    )
+
+
 @dataclass(frozen=True)
 class _Options:
     recipe: str
@@ -248,8 +298,8 @@ class _Options:
     tokens: Rows
     floor: Floor | None
     background: bool
-    root: Path | None
-    cache: EngineCache | None = field(compare=False)
+    root: Path
+    cache: EngineCache = field(compare=False)
     progress: Report = field(compare=False)
 
 
@@ -257,17 +307,19 @@ class _Forward:
     """Lies where the model's `forward` was. Knows the model weakly: neither keeps the other alive.
 
     `__slots__`, because accelerate and diffusers copy the `__dict__` of what they wrap. A copy or a
-    pickle of the model gets the forward of its class: only this very model is accelerated.
+    pickle of the model gets the forward of its class: only this very model is accelerated. A
+    shallow copy has this one; it gets the forward of its class when the model is gone.
     """
 
-    __slots__ = ("__weakref__", "_model", "_served")
+    __slots__ = ("__weakref__", "_kind", "_model", "_served")
 
     def __init__(self, model: nn.Module, served: _Served) -> None:
         self._model, self._served = weakref.ref(model), served
+        self._kind = type(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, model = self._plain()
-        if self._served.off or torch.compiler.is_compiling():
+        if _is_transformed() or self._served.off or (model := self._model()) is None:
+            function, model = self._plain()
             return function(model, *args, **kwargs)
         return self._served(model, args, kwargs)
 
@@ -276,11 +328,25 @@ class _Forward:
         function, model = self._plain()
         return inspect.signature(partial(function, model))
 
+    @property
+    def __code__(self) -> Any:
+        """For torch.export, which names what it exports by it."""
+        return self._kind.forward.__code__
+
     def _plain(self) -> tuple[Any, nn.Module]:
         model = self._model()
         if model is None:
+            model = self._heir()
+        return self._kind.forward, model
+
+    def _heir(self) -> nn.Module:
+        """A shallow copy that outlived the model; every one gets the forward of its class."""
+        same = [one for one in gc.get_objects() if type(one) is self._kind]
+        heirs = [one for one in same if _take_off(one, self)]
+        if not heirs:
             raise OctavoBug("a text encoder is used after it was freed")
-        return type(model).forward, model
+        self._model = weakref.ref(heirs[0])
+        return heirs[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         function, model = self._plain()
@@ -305,27 +371,37 @@ def _attach(name: str, module: nn.Module, options: _Options) -> _Served:
         served = _registry[module] = _Served(name, options)
         slots, key = forward_slot(module)
         slots[key] = _Forward(module, served)
-        served.finalizer = weakref.finalize(module, served.close)
+        served.finalizer = weakref.finalize(module, served.end)
         served.finalizer.atexit = False
     elif served.options != options:
         served.close()
         served.options = options
+    else:
+        served.again = True
     return served
 
 
 def _detach(module: nn.Module, served: _Served) -> None:
     module = _inner(module)
     slots, key = forward_slot(module)
-    if isinstance(slots.get(key), _Forward):
-        if slots is module.__dict__ and key == "forward":
-            del slots[key]
-        else:
-            slots[key] = type(module).forward.__get__(module)
-    served.off = True  # another library may have wrapped our forward and call it for ever
+    if isinstance(ours := slots.get(key), _Forward):
+        _take_off(module, ours)
     served.finalizer.detach()
-    served.close()
+    served.end()
     del _registry[module]
     _unpark(module)
+
+
+def _take_off(module: nn.Module, ours: _Forward) -> bool:
+    """Put the forward of its class where `ours` lies in `module`; False if it does not."""
+    slots, key = forward_slot(module)
+    if slots.get(key) is not ours:
+        return False
+    if slots is module.__dict__ and key == "forward":
+        del slots[key]
+    else:
+        slots[key] = type(module).forward.__get__(module)
+    return True
 
 
 def _unpark(module: Any) -> None:
@@ -378,7 +454,8 @@ class _Served:
         self._tower: Tower | None = None
         self._host: _Host | None = None
         self._encoder: AcceleratedEncoder | None = None
-        self._without_engine = False  # none serves here, nor will one come
+        self._without_engine = False  # none serves here, nor will one come ...
+        self.again = False  # ... unless the user has asked for one since: the disk was full, say
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
@@ -447,6 +524,9 @@ class _Served:
         self, tower: Tower, embeds: Tensor, mask: Tensor | None
     ) -> tuple[Hidden, Tensor] | None:
         """(hidden states, final state) from an engine, or None where PyTorch must answer."""
+        again, self.again = self.again, False
+        if again and (one := self._encoder) is not None and not one.has_engine and one.wait(0):
+            self.close()
         host, encoder, device = self._host, self._encoder, embeds.device
         if host is None or encoder is None or not host.suits(tower, device):
             if (
@@ -501,6 +581,11 @@ class _Served:
                 if reason
             )
             return replace(known, refusals=known.refusals + counted)
+
+    def end(self) -> None:
+        """Free the engine for good: another library may have wrapped our forward and call it."""
+        self.off = True
+        self.close()
 
     def close(self) -> None:
         """Free the engine; the next request makes a new one."""

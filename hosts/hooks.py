@@ -67,6 +67,20 @@ def has_own_forward(module: nn.Module) -> bool:
     return found is None
 
 
+def class_has_own_forward(kind: type) -> bool:
+    """Whether `kind.forward` is what was defined with the class, and nobody's replacement.
+
+    transformers and torch wrap some themselves; a wrapper may bear the name of what it wraps.
+    """
+    origin = next(c for c in kind.__mro__ if "forward" in vars(c))
+    found = vars(origin)["forward"]
+    home = getattr(found, "__globals__", vars(origin)).get("__name__", origin.__module__)
+    return getattr(found, "__module__", None) == origin.__module__ and home.partition(".")[0] in (
+        origin.__module__.partition(".")[0],
+        "torch",
+    )
+
+
 def kept(leaf: nn.Module, name: str) -> Tensor:
     """The parameter, or what accelerate keeps in its hook's map while the parameter is `meta`.
 

@@ -43,6 +43,21 @@ class T5(Family):
     keeps_hidden = False
     float_masks = True
     parts = frozenset({*_ACTIVATIONS, "Dropout"})
+    constants = frozenset(
+        {
+            "scaling",
+            "key_value_proj_dim",
+            "n_heads",
+            "has_relative_attention_bias",
+            "relative_attention_num_buckets",
+            "relative_attention_max_distance",
+            "is_decoder",
+            "variance_epsilon",
+            "dropout",
+            "p",
+            "config",
+        }
+    )
     wide = ".DenseReluDense.wo"
 
     def core(self, module: Any) -> Any:

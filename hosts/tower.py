@@ -28,16 +28,22 @@ from .hooks import (
     DTYPES,
     active_adapters,
     adapter_refusal,
+    class_has_own_forward,
     foreign_hooks,
+    forward_slot,
     has_own_forward,
     is_adapter,
     kept,
 )
 from .parking import bring_home
-from .watch import Watches
+from .watch import Counting, Watches
 
 _PROJECTION = PROJECTION.removesuffix(".weight")
 _TRAINING = operator.itemgetter("training")
+_FORWARD = repeat("forward")
+# transformers' own ways to compute attention; None where a version does not choose.
+_ATTENTION = "_attn_implementation_internal"
+_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 class Unsupported(Exception):  # noqa: N818 - never leaves this package
@@ -50,8 +56,9 @@ class Family(ABC):
     `classes`: module -> classes that are served. `arguments`: the positional ones of every version.
     `unset`: others that mean nothing while they are None. `keeps_hidden`: whether engines give the
     hidden states. `float_masks`: whether a mask may be of floats. `parts`: classes beyond the
-    family's own modules that may lie inside. `wide`: how the names of those linears end that
-    transformers leaves in FP32 when it loads a model in 16 bits.
+    family's own modules that may lie inside. `constants`: attributes of parts, beside weights, that
+    the result depends on. `wide`: how the names of those linears end that transformers leaves in
+    FP32 when it loads a model in 16 bits.
     """
 
     classes: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -60,6 +67,7 @@ class Family(ABC):
     keeps_hidden: ClassVar[bool]
     float_masks: ClassVar[bool] = False
     parts: ClassVar[frozenset[str]]
+    constants: ClassVar[frozenset[str]]
     wide: ClassVar[str | None] = None
 
     @abstractmethod
@@ -81,6 +89,10 @@ class Family(ABC):
     @abstractmethod
     def table(self, module: Any) -> Any:
         """The token embeddings, which are called as before."""
+
+    def positions(self, module: Any) -> Counting | None:
+        """What tells whether the model's own positions are 0, 1, 2, ..., where it has any."""
+        return None
 
     def live(self, module: Any) -> list[nn.Module]:
         """The parts that are called as before or never, so that anything may hang on them."""
@@ -129,6 +141,8 @@ class Tower:
     _found: list[Any]
     _parts: list[dict[str, Any]]  # the __dict__ of each module that an engine leaves out ...
     _droppers: list[dict[str, Any]]  # ... and of those among them that know dropout
+    _classes: list[Any]  # of the model and those parts
+    _positions: Counting | None
     _factors: tuple[list[Tensor], Watches | None] = field(init=False, default=([], None))
 
     def __post_init__(self) -> None:
@@ -141,20 +155,19 @@ class Tower:
         self._empty = [one for one in counted if not one]
         self._counted = [one for one in counted if one]
         self._count = sum(map(len, self._counted))
-        self._replaced = self._forwards()
-
-    def _forwards(self) -> int:
-        """How many parts have a `forward` of their own."""
-        return sum(map(operator.contains, self._parts, repeat("forward")))
+        self._plain = [part for part in self._parts if "forward" not in part]
+        self._methods = [kind.forward for kind in self._classes]
 
     def is_current(self) -> bool:
-        """Whether the model still has the very parts and hooks that were found."""
+        """Whether the model still has the very parts, hooks and constants that were found."""
         return (
             all(map(operator.is_, map(dict.get, self._holders, self._keys), self._found))
             and not any(self._empty)
             and sum(map(len, self._counted)) == self._count
-            and self._forwards() == self._replaced
+            and not any(map(operator.contains, self._plain, _FORWARD))
+            and all(map(operator.is_, map(getattr, self._classes, _FORWARD), self._methods))
             and self._watch.look()
+            and (self._positions is None or self._positions.holds())
         )
 
     def is_trained(self) -> bool:
@@ -258,10 +271,24 @@ def _tower(module: Any, family: Family, known: type) -> Tower:
     live = {id(part) for part in (*family.live(module), projection)}
     parts = [(name, part) for name, part in module.named_modules() if id(part) not in live]
     _check_parts(parts, {id(leaf) for leaf in leaves.values()}, family, known)
+    classes = list({type(part): None for part in (module, *(part for _, part in parts))})
+    for kind in classes:
+        if not class_has_own_forward(kind):
+            raise Unsupported(f"the forward of {kind.__name__} is replaced by another library")
+    positions = family.positions(module)
+    if positions is not None and not positions.holds():
+        raise Unsupported("its positions are not 0, 1, 2, ...")
     inner = {id(m) for adapter in adapters.values() for m in adapter.modules()}
     holders = [m._modules for m in module.modules()]
     holders += [leaf._parameters for leaf in leaves.values() if id(leaf) not in live]
+    holders += [hooks for _, p in parts for hooks in (p._forward_hooks, p._forward_pre_hooks)]
     places = [(holder, key, found) for holder in holders for key, found in holder.items()]
+    places += _attentions(module, [part for _, part in parts])
+    for _, part in parts:
+        own, (slots, key) = part.__dict__, forward_slot(part)
+        places += [(own, name, own[name]) for name in own.keys() & {"forward", *family.constants}]
+        if slots is not own or key != "forward":  # under an offload hook
+            places.append((slots, key, slots.get(key)))
     shape: Any = None if projection is None else leaves[_PROJECTION].weight.shape
     return Tower(
         family,
@@ -275,13 +302,26 @@ def _tower(module: Any, family: Family, known: type) -> Tower:
         [found for _, _, found in places],
         [part.__dict__ for _, part in parts],
         [part.__dict__ for _, part in parts if _drops(part) and id(part) not in inner],
+        classes,
+        positions,
     )
+
+
+def _attentions(module: Any, parts: Sequence[Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where the configs name the attention that is computed, and its name. One of transformers'."""
+    configs = [module.config, *(part.config for part in parts if "config" in part.__dict__)]
+    found = []
+    for config in {id(config): config.__dict__ for config in configs}.values():
+        if (name := config.get(_ATTENTION)) not in _ATTENTIONS:
+            raise Unsupported(f"its attention is '{name}', which is not one of transformers' own")
+        found.append((config, _ATTENTION, name))
+    return found
 
 
 def _drops(part: nn.Module) -> bool:
     """Whether it drops values out in training mode. A LoRA's own dropout is `adapter_refusal`'s."""
     rate = part.p if type(part) is nn.Dropout else part.__dict__.get("dropout")
-    return isinstance(rate, float) and rate > 0
+    return isinstance(rate, float | int) and rate > 0
 
 
 def _plain(name: str, leaf: nn.Module, spec: EncoderSpec, family: Family) -> Iterator[Tensor]:

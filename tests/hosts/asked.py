@@ -13,6 +13,7 @@ from octavo.choose import Packages
 from octavo.device import Device
 from octavo.hosts import diffusers as host
 from octavo.hosts.families import FAMILIES, family_of
+from octavo.hosts.watch import Watch
 from octavo.trt import Missing
 from torch import Tensor, nn
 
@@ -111,6 +112,17 @@ def assert_same(expected: Any, got: Any) -> None:
         return
     assert (expected.dtype, expected.device) == (got.dtype, got.device)
     assert torch.equal(expected, got)
+
+
+@torch.no_grad()
+def reorder(weight: Tensor) -> None:
+    """Turn the order of its values about in place, but for those that are looked at always."""
+    flat = weight.view(-1)
+    looked_at = Watch([torch.arange(len(flat), dtype=torch.int32)])._views[0].tolist()
+    free = torch.ones(len(flat), dtype=torch.bool)
+    free[looked_at] = False
+    places = free.nonzero().flatten()
+    flat[places] = flat[places.flip(0)].clone()
 
 
 def differs(one: Any, other: Any) -> bool:

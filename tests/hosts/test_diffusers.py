@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -30,10 +32,12 @@ from asked import (
 from octavo import prompts
 from octavo.accelerated import AcceleratedEncoder
 from octavo.device import Device
-from octavo.errors import EngineUnavailable, OctavoError
+from octavo.engine_cache import EngineCache
+from octavo.errors import CacheError, EngineUnavailable, OctavoError
 from octavo.hosts import diffusers as host
 from octavo.recipes import Floor
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Accelerate = Callable[..., Any]
 LONG = "a very long prompt about a cat that sits on a mat and looks at the moon " * 4
@@ -252,6 +256,58 @@ def test_hooks_on_the_model_itself_run(accelerate: Accelerate) -> None:
     assert served(module) == 1 and seen[0] is got
 
 
+# PyTorch's transforms
+
+
+def gradients(module: nn.Module) -> Tensor:
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, weights, (IDS,)).last_hidden_state.pow(2).sum()
+
+    found = torch.func.grad(loss)(weights)
+    return torch.cat([g.flatten() for n, g in found.items() if "fc1" in n])
+
+
+def over_rows(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return torch.vmap(lambda row: module(row[None]).last_hidden_state)(IDS)
+
+
+def forward_gradients(module: Any) -> Tensor:
+    module.set_attn_implementation("eager")  # the others have no forward gradients
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(p, p + 1) for n, p in module.named_parameters()}
+        out = torch.func.functional_call(module, duals, (IDS,)).last_hidden_state
+        return forward_ad.unpack_dual(out).tangent
+
+
+def exported(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return torch.export.export(module, (IDS,)).module()(IDS).last_hidden_state
+
+
+def traced(module: nn.Module) -> Tensor:
+    def last(ids: Tensor) -> Tensor:
+        return module(ids).last_hidden_state
+
+    with torch.no_grad():
+        return torch.jit.trace(last, IDS, check_trace=False)(IDS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", [gradients, over_rows, forward_gradients, exported, traced])
+def test_transforms_are_pytorchs(
+    transform: Callable[[Any], Tensor], accelerate: Accelerate
+) -> None:
+    module = accelerate(tiny.clip_text(32).eval().requires_grad_(False))
+    call(module, IDS)
+    with plain(module):
+        expected = transform(module)
+    assert_same(expected, transform(module))
+    assert served(module) == 1
+
+
 # What PyTorch answers, bit for bit
 
 NOT_OURS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
@@ -348,7 +404,27 @@ def add_model_hook(module: nn.Module) -> None:
     add_hook_to_module(layer(module).mlp, ModelHook())
 
 
+def own_attention(module: Any) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def louder(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query * 4, *args, **kwargs)
+
+    AttentionInterface.register("louder", louder)
+    module.set_attn_implementation("louder")
+
+
+def turned_positions(module: Any) -> None:
+    embeddings = core_of(module).embeddings
+    embeddings.position_ids = embeddings.position_ids.flip(1)
+
+
 FOREIGN: dict[str, Callable[[Any], object]] = {
+    "attention": own_attention,
+    "attention's scale": lambda m: setattr(layer(m).self_attn, "scale", 3.0),
+    "norm's eps": lambda m: setattr(layer(m).layer_norm1, "eps", 10.0),
+    "positions": turned_positions,
     "hook": lambda m: layer(m).register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: layer(m).mlp.fc1.register_forward_pre_hook(lambda *_: None),
     "forward": patch_forward,
@@ -381,6 +457,100 @@ def test_other_libraries_inside(
     assert served(module) == (0 if first else 1)
     assert octavo.report(pipe)["text_encoder"].refusals
     assert (len(caplog.records) > 0) or "class" in case
+
+
+def test_positions_changed_in_place(accelerate: Accelerate) -> None:
+    """A model that moves has other buffers, which is no change; one of them is then changed."""
+    module = accelerate(tiny.clip_text(32))
+    embeddings = core_of(module).embeddings
+    before = call(module, IDS).last_hidden_state
+    tower = host._served(module)._tower
+    embeddings.position_ids = embeddings.position_ids.clone()
+    assert_same(before, call(module, IDS).last_hidden_state)
+    with torch.inference_mode():
+        embeddings.position_ids = embeddings.position_ids.clone()
+    assert_same(before, call(module, IDS).last_hidden_state)
+    embeddings.position_ids = torch.arange(77)[None]
+    assert_same(before, call(module, IDS).last_hidden_state)
+    assert host._served(module)._tower is tower and served(module) == 4
+    embeddings.position_ids.copy_(torch.arange(77).flip(0))
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 4
+    assert "positions are not" in octavo.report(module)["CLIPTextModel"].text()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_class_is_patched(
+    wrapped: bool, first: bool, accelerate: Accelerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper bears the module's name of what it wraps."""
+    module = tiny.clip_text(32)
+    kind = type(layer(module).mlp)
+    original = kind.forward
+
+    def patch(self: Any, x: Tensor) -> Tensor:
+        return original(self, x) * 0
+
+    with monkeypatch.context() as patched:
+        if first:
+            patched.setattr(kind, "forward", functools.wraps(original)(patch) if wrapped else patch)
+            with pytest.raises(OctavoError, match="the forward of CLIPMLP is replaced"):
+                accelerate(module)
+            return
+        accelerate(module)
+        before = call(module, IDS).last_hidden_state
+        patched.setattr(kind, "forward", functools.wraps(original)(patch) if wrapped else patch)
+        assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+        assert served(module) == 1
+    assert_same(before, call(module, IDS).last_hidden_state)
+    assert served(module) == 2
+
+
+def test_a_forward_is_replaced_by_another(accelerate: Accelerate) -> None:
+    """Where every part has one of its own already: hooks of accelerate came and went."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    module = tiny.clip_text(32)
+    for part in list(layer(module).modules()):
+        add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
+    remove_hook_from_module(layer(module), recurse=True)
+    assert "forward" in layer(module).mlp.__dict__
+    accelerate(module)
+    call(module, IDS)
+    assert served(module) == 1
+    layer(module).mlp.forward = lambda x: x * 0
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 1
+
+
+def test_a_hook_takes_the_place_of_another(accelerate: Accelerate) -> None:
+    """transformers' recorders leave with a foreign hook in their stead: as many as before."""
+    module = tiny.clip_text(32)
+
+    def recorder(*_: Any) -> None: ...
+
+    recorder.__module__ = "transformers.utils.output_capturing"
+    handle = layer(module).register_forward_hook(recorder)
+    accelerate(module)
+    call(module, IDS)
+    assert served(module) == 1
+    handle.remove()
+    layer(module).register_forward_hook(lambda m, args, out: out * 0)
+    assert_same(eager(module, IDS).last_hidden_state, call(module, IDS).last_hidden_state)
+    assert served(module) == 1
+
+
+def test_dropout_that_is_set_later(accelerate: Accelerate) -> None:
+    module = accelerate(tiny.clip_text(32).eval())
+    call(module, IDS)
+    layer(module).self_attn.dropout = 0.9
+    call(module, IDS)
+    assert served(module) == 2
+    core_of(module).encoder.train()
+    call(module, IDS)
+    assert served(module) == 2
+    assert "training mode" in octavo.report(module)["CLIPTextModel"].text()
 
 
 def test_a_hook_that_goes_away(accelerate: Accelerate) -> None:
@@ -514,6 +684,57 @@ def test_unknown_engine_in_the_environment(
         accelerate(tiny.sd15())
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OCTAVO_CACHE", "~nobody-is-called-this/x"), ("OCTAVO_CACHE_BUDGET", "much")],
+)
+def test_a_bad_cache_is_said_at_once(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    module = tiny.clip_text(32)
+    with pytest.raises(OctavoError, match=value):
+        octavo.accelerate(module)
+    assert host._served(module) is None
+
+
+def test_no_folder_is_made_before_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    module = octavo.accelerate(tiny.clip_text(32))
+    assert not list(tmp_path.iterdir())
+    call(module, IDS)
+    assert list(tmp_path.iterdir()) and served(module) == 1
+    octavo.restore(module)
+
+
+def test_accelerated_again_it_tries_again(
+    accelerate: Accelerate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full, and the user has made room; what serves is left alone."""
+    module = tiny.clip_text(32)
+    store = EngineCache(tmp_path)
+    with monkeypatch.context() as full:
+
+        def put(*_: Any, **__: Any) -> Any:
+            raise CacheError(tmp_path, "the disk is full", "make room")
+
+        full.setattr(EngineCache, "put", put)
+        full.setattr(EngineCache, "adopt", put)
+        accelerate(module, cache=store)
+        call(module, IDS)
+        assert served(module) == 0
+        assert "the disk is full" in octavo.report(module)["CLIPTextModel"].text()
+    call(module, IDS)
+    assert served(module) == 0
+    accelerate(module, cache=store)
+    call(module, IDS)
+    assert served(module) == 1
+    engine = host._served(module)._encoder
+    accelerate(module, cache=store)
+    call(module, IDS)
+    assert served(module) == 2 and host._served(module)._encoder is engine
+
+
 def test_unknown_options(accelerate: Accelerate) -> None:
     pipe = tiny.sd15()
     with pytest.raises(OctavoError, match="recipe 'int4' does not exist"):
@@ -526,6 +747,15 @@ def test_unknown_options(accelerate: Accelerate) -> None:
         accelerate(pipe, cache="")
     with pytest.raises(OctavoError, match="calibration_prompts hold 3; they must be texts"):
         accelerate(pipe, calibration_prompts=["a cat", 3])
+    with pytest.raises(OctavoError, match="calibration_prompts hold 5; they must be texts"):
+        accelerate(pipe, calibration_prompts=5)
+    with pytest.raises(OctavoError, match="components hold 5; they must be names"):
+        accelerate(pipe, components=5)
+    with pytest.raises(OctavoError, match="components hold None; they must be names"):
+        accelerate(pipe, components=["text_encoder", None])
+    for nothing in (5, b"folder", False):
+        with pytest.raises(OctavoError, match=r"cache is .*; name a folder, or leave it out"):
+            accelerate(pipe, cache=nothing)
     with pytest.raises(OctavoError, match="give the whole pipeline"):
         accelerate(tiny.clip_text(), calibration_prompts=["a cat"])
     assert not host._registry.get(pipe.text_encoder)

@@ -25,6 +25,7 @@ from asked import (
     expected_embeddings,
     parkable,
     plain,
+    reorder,
     served,
 )
 from octavo.encoders import T5Spec
@@ -369,13 +370,19 @@ def tokens(module: Any) -> None:
     module.get_input_embeddings().weight.data.mul_(torch.linspace(-1, 1, 32))
 
 
+def other_order(module: Any) -> None:
+    for block in module.encoder.block:
+        reorder(block.layer[1].DenseReluDense.wo.weight)
+        reorder(block.layer[0].SelfAttention.v.weight)
+
+
 def wo_cast(module: Any) -> None:
     for name, part in module.named_modules():
         if name.endswith(".wo"):
             part.weight.data = part.weight.data.neg().to(torch.float16)
 
 
-@pytest.mark.parametrize("change", [query, bias, norm, wo, tokens])
+@pytest.mark.parametrize("change", [query, bias, norm, wo, other_order, tokens])
 @pytest.mark.parametrize("dtype", ["float32", FP16_AS_LOADED])
 def test_changed_in_place(
     change: Callable[[Any], None], dtype: str, accelerate: Accelerate
@@ -510,6 +517,11 @@ def patched(module: Any) -> None:
     attention.forward = lambda *a, **k: original(*a, **k)
 
 
+def scaled_attention(module: Any) -> None:
+    for block in module.encoder.block:
+        block.layer[0].SelfAttention.scaling = 0.5
+
+
 LEFT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "class": ("Linear4bit", a_class_of_its_own),
     "fp8": ("float8_e4m3fn", fp8_weights),
@@ -550,7 +562,7 @@ def test_left_to_pytorch(
     assert (served(pipe.text_encoder), served(pipe.text_encoder_2)) == (1, 0)
 
 
-@pytest.mark.parametrize("change", [hooked, patched, biased, fp8_weights])
+@pytest.mark.parametrize("change", [hooked, patched, biased, fp8_weights, scaled_attention])
 def test_changed_after_the_first_prompt(
     change: Callable[[Any], None], accelerate: Accelerate
 ) -> None:

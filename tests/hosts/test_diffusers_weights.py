@@ -29,6 +29,7 @@ from asked import (
     expected_embeddings,
     parkable,
     plain,
+    reorder,
     served,
 )
 from octavo.backends.torch_fp8 import TorchFp8Engine
@@ -216,14 +217,16 @@ def test_effective_weights_are_peft_merges(accelerate: Accelerate) -> None:
         torch.testing.assert_close(got[name], adapter.get_base_layer().weight.detach())
 
 
-@pytest.mark.parametrize("inplace", ["data", "version"])
+@pytest.mark.parametrize("inplace", ["data", "version", "order"])
 def test_lora_changed_in_place(inplace: str, accelerate: Accelerate) -> None:
     pipe = accelerate(tiny.sd15())
     pipe.load_lora_weights(lora(pipe, 1))
     before = embeddings(pipe)
     with torch.no_grad():
         for name, p in pipe.text_encoder.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name and inplace == "order":
+                reorder(p)
+            elif "lora_B" in name:
                 (p.data if inplace == "data" else p).mul_(-1)
     got = embeddings(pipe)
     assert differs(before, got)
@@ -288,6 +291,12 @@ def one_row(module: Any) -> None:
         core_of(module).encoder.layers[0].mlp.fc1.weight[7] += 1
 
 
+def other_order(module: Any) -> None:
+    for layer in core_of(module).encoder.layers:
+        reorder(layer.mlp.fc2.weight)
+        reorder(layer.self_attn.v_proj.weight)
+
+
 def data_copy(module: Any) -> None:
     weight = core_of(module).encoder.layers[1].self_attn.v_proj.weight
     weight.data.copy_(weight.data * -1)
@@ -318,7 +327,17 @@ def tokens(module: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [scaled, one_row, data_copy, data_replaced, new_parameter, positions, state_dict, tokens],
+    [
+        scaled,
+        one_row,
+        other_order,
+        data_copy,
+        data_replaced,
+        new_parameter,
+        positions,
+        state_dict,
+        tokens,
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changed_in_place(
@@ -598,6 +617,26 @@ def test_saved_and_copied(accelerate: Accelerate, tmp_path: Path) -> None:
     assert served(twin.text_encoder) and host._served(twin.text_encoder).reasons.total() == 0
     octavo.restore(twin)
     assert_same(got, embeddings(pipe))
+
+
+def test_a_shallow_copy(accelerate: Accelerate, cache: Any) -> None:
+    """It shares all parts, and stays when the model goes; then it can be accelerated itself."""
+    module = octavo.accelerate(tiny.clip_text(32), cache=cache)
+    expected, got = eager(module), states(module)
+    gone, engine = weakref.ref(module), host._served(module)._encoder
+    twin = copy.copy(module)
+    assert_same(got, states(twin))
+    del module
+    gc.collect()
+    assert gone() is None and engine._closed
+    assert_same(expected, states(twin))
+    core_of(twin).final_layer_norm.weight.data.mul_(2)
+    assert differs(expected, states(twin))
+    accelerate(twin)
+    assert_close(eager(twin), states(twin))
+    assert served(twin) == 1
+    octavo.restore(twin)
+    assert "forward" not in twin.__dict__
 
 
 def test_pickled(accelerate: Accelerate) -> None:
