@@ -407,7 +407,7 @@ def build(
     for encoder in chosen:
         content = content_of(encoder, detected, cache, report)
         checkpoint, cached = checkpoint_of(encoder, detected, content, recipe, cache, report)
-        quantized = open_quantized(checkpoint.path)
+        quantized = open_quantized(checkpoint.path, checkpoint.identity)
         # Of the file itself, whose checksum was verified; the manifest's facts have none.
         similarity = _noted_similarity(quantized)
         result.recipe = str(quantized.facts.get("recipe", recipe.name))
@@ -1118,7 +1118,7 @@ def verify(
     for encoder in select(detected, encoders):
         content = content_of(encoder, detected, cache, report)
         entry, _ = checkpoint_of(encoder, detected, content, recipe, cache, report)
-        checkpoint = open_quantized(entry.path)
+        checkpoint = open_quantized(entry.path, entry.identity)
         read = checkpoint.dense if detected.is_octavo else encoder.read
         spec = encoder.spec
         held_out = sample(spec, read, encoder.projection_shape is not None, 10**9)

@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..checkpoints import FileIdentity
 from ..errors import CacheError, OctavoBug, OctavoError
 from . import atomic, manifest
 from .checksum import checksum, matches
@@ -48,11 +49,15 @@ _FOLDERS: dict[Kind, str] = {"checkpoint": "checkpoints", "plan": "plans"}
 
 @dataclass(frozen=True)
 class Entry:
-    """An artifact that was there when asked; `last_use` (seconds since 1970) as it was before."""
+    """An artifact that was there when asked; `last_use` (seconds since 1970) as it was before.
+
+    `identity` is the file's before its checksum was verified: who opens it later can compare.
+    """
 
     path: Path
     manifest: Manifest
     last_use: float
+    identity: FileIdentity | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,9 @@ class EngineCache:
         artifact, sidecar = self._names(kind, key.id)
         try:
             atomic.flush(temporary)
+            identity = FileIdentity.of(
+                temporary
+            )  # which a rename leaves as it is, but for the path
             found = checksum(temporary)
             if not found.length:
                 raise OctavoBug(f"nothing was written for {artifact.name}")
@@ -298,7 +306,10 @@ class EngineCache:
         finally:
             atomic.drop_partial(temporary)
         self._keep_budget()
-        return Entry(artifact, manifest_from_json(about.to_json().encode()), time.time())
+        whole = manifest_from_json(about.to_json().encode())
+        return Entry(
+            artifact, whole, time.time(), dataclasses.replace(identity, path=str(artifact))
+        )
 
     def update_facts(self, entry: Entry, facts: Mapping[str, Any]) -> Entry | None:
         """Add to an entry's free facts; None if it is gone or replaced. Raises CacheError."""
@@ -318,7 +329,8 @@ class EngineCache:
             return None
         except OSError as error:
             raise atomic.cache_error(sidecar, error) from error
-        return Entry(entry.path, manifest_from_json(about.to_json().encode()), time.time())
+        whole = manifest_from_json(about.to_json().encode())
+        return dataclasses.replace(entry, manifest=whole, last_use=time.time())
 
     @contextmanager
     def lock(
@@ -430,14 +442,14 @@ class EngineCache:
         if (about.kind, about.key) != (kind, ident):
             raise DamagedError("its manifest belongs to another entry")
         try:
-            size = artifact.stat().st_size
-            if size != about.length:
+            identity = FileIdentity.of(artifact)
+            if (size := identity.size) != about.length:
                 raise DamagedError(f"it has {size} bytes instead of {about.length}")
             if verify and not matches(artifact, about.sha256, about.parts):
                 raise DamagedError("its checksum is wrong")
         except FileNotFoundError:
             raise DamagedError("its artifact is missing") from None
-        return Entry(artifact, about, last_use)
+        return Entry(artifact, about, last_use, identity)
 
     def _look(self, kind: Kind, ident: str, *, verify: bool) -> Entry | str | None:
         """The entry, None, or what is wrong with it; what is damaged was removed and logged."""
