@@ -532,7 +532,7 @@ def make_checkpoint(
             return entry, True
         with cache.temporary("checkpoint", key) as probe:
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
-            _refuse_full(probe, source.spec, recipe)
+            _refuse_full(probe, source.spec, recipe, cache.places.disk)
         tensors, facts = _quantize(source, content, recipe, report, device)
         report(Progress(source.name, "writing the FP8 checkpoint"))
 
@@ -546,7 +546,7 @@ def make_checkpoint(
         return entry, False
 
 
-def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe) -> None:
+def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe, another_disk: str) -> None:
     """Raise where the checkpoint surely finds no room; of a T5 it is written after minutes."""
     fp8 = {n for n, kind in recipe.structure(spec.linears()).items() if kind == "fp8"}
     needed = sum(
@@ -558,7 +558,7 @@ def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe) -> None:
         raise CacheError(
             place.parent,
             f"the disk is full: {free / 1e6:.1f} of the {needed / 1e6:.1f} MB needed are left",
-            "free some space, or set OCTAVO_CACHE to another disk",
+            f"free some space, or {another_disk}",
         )
 
 

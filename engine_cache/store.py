@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
 import re
 import stat
@@ -129,6 +130,7 @@ class EngineCache:
             fault = "its ~ stands for no home folder that is known"
             raise CacheError(chosen, fault, "give the whole path") from error
         self.root = Path(atomic.long_path(str(whole)))
+        self.places = atomic.BY_NAME if root else atomic.BY_VARIABLE  # what helps, in words
         if budget_bytes is None:
             text = os.environ.get("OCTAVO_CACHE_BUDGET")
             budget_bytes = parse_size(text, "OCTAVO_CACHE_BUDGET") if text else DEFAULT_BUDGET_BYTES
@@ -145,19 +147,19 @@ class EngineCache:
                 mode = os.stat(at).st_mode
             except (FileNotFoundError, NotADirectoryError) as error:
                 if os.path.islink(at):
-                    remedy = f"remove it, or {atomic.ELSEWHERE}"
+                    remedy = f"remove it, or {self.places.folder}"
                     raise CacheError(at, "it is a link to nothing", remedy) from error
                 continue
             except OSError as error:
-                raise atomic.cache_error(self.root, error) from error
+                raise self._error(self.root, error) from error
             if not stat.S_ISDIR(mode):
-                raise atomic.cache_error(at, NotADirectoryError(errno.ENOTDIR, ""))
+                raise self._error(at, NotADirectoryError(errno.ENOTDIR, ""))
             if at != self.root and not os.access(at, os.W_OK | os.X_OK):
                 fault = f"it is not there and cannot be made, for {at} cannot be written"
-                raise CacheError(self.root, fault, atomic.ELSEWHERE)
+                raise CacheError(self.root, fault, self.places.folder)
             return
         fault = "it is not there and cannot be made, for no folder above it exists"
-        raise CacheError(self.root, fault, atomic.ELSEWHERE)
+        raise CacheError(self.root, fault, self.places.folder)
 
     # Look-up
 
@@ -251,15 +253,15 @@ class EngineCache:
         try:
             path = atomic.new_partial(folder, _id(key))
         except FileNotFoundError as error:  # below /proc, say, whoever asks
-            raise CacheError(folder, "it cannot be made", atomic.ELSEWHERE) from error
+            raise CacheError(folder, "it cannot be made", self.places.folder) from error
         except OSError as error:
-            raise atomic.cache_error(folder, error) from error
+            raise self._error(folder, error) from error
         atomic.sweep_partials(folder, self._is_abandoned)
         try:
             yield path
         except OSError as error:
             if error.filename is None or str(error.filename).startswith(str(folder)):
-                raise atomic.cache_error(artifact, error) from error
+                raise self._error(artifact, error) from error
             raise
         finally:
             atomic.drop_partial(path)
@@ -302,7 +304,7 @@ class EngineCache:
                 with contextlib.suppress(DamagedError, OSError):
                     if (winner := self._load(kind, key.id, verify=True)) is not None:
                         return winner
-            raise atomic.cache_error(artifact, error) from error
+            raise self._error(artifact, error) from error
         finally:
             atomic.drop_partial(temporary)
         self._keep_budget()
@@ -328,7 +330,7 @@ class EngineCache:
         except DamagedError:
             return None
         except OSError as error:
-            raise atomic.cache_error(sidecar, error) from error
+            raise self._error(sidecar, error) from error
         whole = manifest_from_json(about.to_json().encode())
         return dataclasses.replace(entry, manifest=whole, last_use=time.time())
 
@@ -365,16 +367,24 @@ class EngineCache:
     def plan_prune(self, budget_bytes: int | None = None, *, grace_s: float = 0.0) -> PrunePlan:
         """What must go, longest unused first, for the rest to fit the budget.
 
-        Never what is locked now, or was written or used within the last `grace_s`.
+        Never what is locked now, or was written or used within the last `grace_s`. A use in the
+        future (the clock was set back) tells nothing, and counts as the oldest.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        found = sorted(self._files().values(), key=lambda doomed: (doomed.last_use, doomed.key))
+        now = time.time()
+
+        def age(doomed: Doomed) -> float:
+            """Seconds; a little in the future is the clock of a server, and is now."""
+            seconds = now - doomed.last_use
+            return max(seconds, 0.0) if seconds > -GRACE_S else math.inf
+
+        found = sorted(self._files().values(), key=lambda d: (-age(d), d.last_use, d.key))
         left, goes = sum(doomed.size_bytes for doomed in found), []
         start = left
         for doomed in found:
             if left <= budget:
                 break
-            recent = grace_s > 0 and time.time() - doomed.last_use < grace_s
+            recent = grace_s > 0 and age(doomed) < grace_s
             if not recent and not self._is_locked(doomed.key):
                 goes.append(doomed)
                 left -= doomed.size_bytes
@@ -403,7 +413,7 @@ class EngineCache:
         except OSError as error:
             if os.name == "nt" and isinstance(error, PermissionError):
                 return False
-            raise atomic.cache_error(artifact, error) from error
+            raise self._error(artifact, error) from error
         return True
 
     def clear(self) -> int:
@@ -419,6 +429,9 @@ class EngineCache:
         return freed
 
     # Inside
+
+    def _error(self, path: Path, error: OSError) -> CacheError:
+        return atomic.cache_error(path, error, self.places)
 
     def _names(self, kind: Kind, ident: str) -> tuple[Path, Path]:
         folder = self.root / _FOLDERS[kind]
