@@ -35,7 +35,7 @@ from ..errors import CacheError, OctavoBug, OctavoError
 from . import atomic, manifest
 from .checksum import checksum, matches
 from .key import KEY_PATTERN, Key, Kind, canonical, is_key
-from .lock import LockedError, hold
+from .lock import LockedError, hold, holder, is_suspended
 from .manifest import SUFFIXES, DamagedError, ForeignError, Manifest, manifest_from_json
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ KERNELS = ".kernels"  # what TensorRT compiled at run time for a plan, beside it
 DEFAULT_BUDGET_BYTES = 20 * 2**30
 GRACE_S = 600.0  # a write never evicts what was used within this time: its job may still need it
 COMMIT_WAIT_S = 60.0
+SAY_WAIT_S = 5.0  # after which a wait for another builder is told, and looked at each so often
+SUSPENDED_S = 30.0  # for which a builder may be suspended before nobody waits for it any longer
 
 _FOLDERS: dict[Kind, str] = {"checkpoint": "checkpoints", "plan": "plans"}
 
@@ -344,7 +346,8 @@ class EngineCache:
         """One builder per key: after acquiring, look up again, the other may have built it.
 
         Yields False where no lock can be made (read-only cache): go on without. `on_wait(seconds)`
-        is called four times a second while waiting and may raise. CacheError after `timeout_s`.
+        is called four times a second while waiting and may raise. CacheError after `timeout_s`, and
+        where the other process is suspended; one that builds may take as long as it needs.
         """
         ident, me = _id(key), threading.get_ident()
         if self._held.get(ident) == me:
@@ -352,7 +355,8 @@ class EngineCache:
         path = self._lock_path(ident)
         with contextlib.ExitStack() as stack:
             try:
-                got = stack.enter_context(hold(path, timeout_s=timeout_s, on_wait=on_wait))
+                patience = _patience(path, on_wait)
+                got = stack.enter_context(hold(path, timeout_s=timeout_s, on_wait=patience))
             except LockedError:
                 fault = f"another process has been building this for more than {timeout_s:g} s"
                 remedy = "wait until it is done, or end it, and run the command again"
@@ -551,6 +555,31 @@ class EngineCache:
         else:
             if freed:
                 logger.info("cache %s: removed %d bytes, longest unused.", self.root, freed)
+
+
+def _patience(path: Path, on_wait: Callable[[float], None] | None) -> Callable[[float], None]:
+    """`on_wait`, which says after a while who holds the lock `path`, and ends a vain wait."""
+    looked, suspended = 0.0, 0.0  # seconds so far; since when it was seen suspended
+
+    def wait(waited: float) -> None:
+        nonlocal looked, suspended
+        if waited - looked >= SAY_WAIT_S:
+            pid = holder(path)
+            if not looked:
+                who = f"process {pid}" if pid else "another process"
+                logger.warning("waiting for %s, which builds the same and holds %s.", who, path)
+            looked = waited
+            if pid is None or not is_suspended(pid):
+                suspended = 0.0
+            elif not suspended:
+                suspended = waited
+            elif waited - suspended >= SUSPENDED_S:
+                fault = f"process {pid}, which builds this, is suspended"
+                raise CacheError(path, fault, "resume or end it, and start again")
+        if on_wait is not None:
+            on_wait(waited)
+
+    return wait
 
 
 def _id(key: Key | str) -> str:
