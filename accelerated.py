@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import trt
@@ -66,7 +67,14 @@ from .compile import (
 from .device import Device, probe
 from .encoders import EncoderSpec, T5Spec, encode
 from .engine_cache import EngineCache, Entry
-from .errors import Cancelled, EngineUnavailable, OctavoError, SimilarityError
+from .errors import (
+    CacheError,
+    Cancelled,
+    EngineUnavailable,
+    FileError,
+    OctavoError,
+    SimilarityError,
+)
 from .recipes import Floor, Recipe, load_recipe, shortfall
 from .requantize import Requantizer, widened
 from .verify import Similarity, States, measure, states_of
@@ -79,6 +87,19 @@ KEPT_WEIGHT_SETS = 2  # patched sets (LoRA) that stay quantized on the GPU: goin
 KEPT_BYTES = 2 << 30  # of them; one set of a T5-XXL has more and is quantized again when asked for
 Hidden = Sequence[Tensor]
 _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request may be served with
+
+# What Octavo's own work may raise and the next engine, or the host, answers instead. Out of GPU
+# memory and a failing cuBLAS are RuntimeErrors, and so is a thread that cannot be started.
+_OURS = (OctavoError, RuntimeError, MemoryError, OSError, SafetensorError)
+_SHORTAGES = (
+    "allocate memory",
+    "enough memory",
+    "out of memory",
+    "memory ran out",
+    "alloc_failed",
+    "start new thread",
+    "too many open files",
+)
 
 # Engines that failed, for the life of the process: `_failure_key` -> reason. A driver or a
 # GPU that refused a plan once refuses it again, and each try costs seconds.
@@ -218,6 +239,7 @@ class _Serving:
     plan: str | None
     similarity: Similarity
     expected: States
+    source: QuantizedCheckpoint  # of whose mapped file `weights` are
     masks: bool = True  # whether it takes a mask; CLIP's plans are built without one
     loaded: Hashable = None  # the identity of the set that is under the engine; None is the base
 
@@ -252,7 +274,7 @@ class AcceleratedEncoder:
         self._floor = floor
         self._cache = cache or EngineCache()
         self._background = background
-        self._progress = report
+        self._progress = _known_again(report)
         self._calibration = calibration
         self._ranges: dict[str, Tensor] = {}  # of the inputs, on the prompts of `calibration`
         self._facts, self._packages = device, packages
@@ -282,8 +304,8 @@ class AcceleratedEncoder:
 
         `mask` [B, S], true or non-zero = attend. With `patched` the result is that of the patched
         weights: the host's `encode` must then compute with them too. Dtype is the engine's body, or
-        the host's. Raises only what the host raises, EngineUnavailable for a forced engine, and
-        OctavoError after `close`.
+        the host's. Raises only what the host raises, what `report` raises to cancel,
+        EngineUnavailable for a forced engine, and OctavoError after `close`.
         """
         served = self.attempt(embeds, mask, patched)
         return self._host.encode(embeds, mask) if served is None else served
@@ -307,14 +329,26 @@ class AcceleratedEncoder:
                 if mask is not None and not serving.masks:
                     break
                 try:
+                    if not self._has_loaded(serving, patched):
+                        serving.source.check()  # the weights of the base are its mapped pages
                     if self._load(serving, patched):
                         return serving.engine.encode(embeds, mask if mask is None else mask.bool())
                     break
-                except EngineUnavailable as error:
-                    self._demote(serving, error.reason)
-                except torch.cuda.OutOfMemoryError as error:
-                    reason = f"out of GPU memory in a call ({_first_line(error)})"
-                    self._demote(serving, reason, memory=True)
+                except FileError as error:
+                    reason, passing = _fault(error)
+                    renew = True
+                except _OURS as error:
+                    reason, passing = _fault(error)
+                    renew = False
+                    if isinstance(error, EngineUnavailable):
+                        reason = error.reason
+                    elif isinstance(error, torch.cuda.OutOfMemoryError):
+                        reason = f"out of GPU memory in a call ({reason})"
+                # Out here: a traceback to the error would keep all that the failed call had made.
+                if renew:
+                    self._renew(serving, reason)
+                else:
+                    self._demote(serving, reason, memory=passing)
         return None
 
     def _fits(self, embeds: Tensor, mask: Tensor | None) -> bool:
@@ -359,6 +393,20 @@ class AcceleratedEncoder:
     def _prepare(self) -> None:
         self._request = requested(self._engine, self._variable)
         forced = self._request not in ("auto", "fastest")
+        try:
+            if self._choose(forced):
+                return
+        except OctavoError:
+            raise  # there is no such engine
+        except _OURS as error:
+            self._refuse("any engine", self._recipe, _fault(error)[0])
+        if forced and self._request != "host":
+            last = self._refusals[-1].reason if self._refusals else "it cannot serve here"
+            last = last.removeprefix(f"{self._request}: ").rstrip(".")
+            raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
+
+    def _choose(self, forced: bool) -> bool:
+        """Put the first engine that passes in service, recipe after recipe; False if none does."""
         facts = self._facts or probe(self._host.device)
         packages = self._packages or probe_packages()
         recipe: Recipe | None = self._recipe
@@ -369,11 +417,9 @@ class AcceleratedEncoder:
                 if isinstance(decision, Rejected) and not forced:
                     self._refuse(decision.engine, recipe, decision.reason)
             if engines and self._serve_first(engines, recipe, facts):
-                return
+                return True
             recipe = load_recipe(recipe.demote_to).of(self._host.spec) if recipe.demote_to else None
-        if forced and self._request != "host":
-            last = self._refusals[-1].reason if self._refusals else "it cannot serve here"
-            raise EngineUnavailable(self._request, last, "use engine 'auto' to let Octavo choose")
+        return False
 
     def _serve_first(self, engines: Sequence[EngineName], recipe: Recipe, facts: Device) -> bool:
         """Put the first of `engines` that passes in service; False if none does."""
@@ -388,42 +434,46 @@ class AcceleratedEncoder:
                 self._progress,
                 device=self._host.device,
             )
-            checkpoint = open_quantized(entry.path)
+            checkpoint = open_quantized(entry.path, entry.identity)
             check = self._expect(self._host.read, recipe)
             if self._calibration and not self._ranges:
                 self._ranges = self._observe(self._calibration)
-        except (OctavoError, torch.cuda.OutOfMemoryError) as error:
+        except _OURS as error:
+            reason, _ = _fault(error)
             for name in engines:
-                self._refuse(name, recipe, _first_line(error))
+                self._refuse(name, recipe, reason)
             return False
         able: list[_Serving] = []
         later: list[EngineName] = []
         if self._background:
             later = [e for e in engines if e.startswith("tensorrt")]
-        for name in (e for e in engines if e not in later):
-            key = self._failure_key(name, recipe, entry, facts)
-            if known := _failed.get(key) or self._ran_out.get(key):
-                self._refuse(name, recipe, known)
-                continue
-            try:
-                serving = self._start(name, recipe, entry, checkpoint, check, facts)
-            except (OctavoError, torch.cuda.OutOfMemoryError) as error:
-                reason = _first_line(error)
-                if not isinstance(error, torch.cuda.OutOfMemoryError):
-                    _failed[key] = reason  # memory may be free the next time
-                self._refuse(name, recipe, reason)
-                continue
-            able.append(serving)
-            if self._request != "fastest":
-                break
-        if not able:
-            if later:  # the host serves while TensorRT compiles
-                self._start_background(later, recipe, entry, checkpoint, check, facts)
-            return bool(later)
-        self._serving = self._fastest(able) if self._request == "fastest" else able[0]
-        if later:
-            self._start_background(later, recipe, entry, checkpoint, check, facts)
-        return True
+        try:
+            for name in (e for e in engines if e not in later):
+                key = self._failure_key(name, recipe, entry, facts)
+                if known := _failed.get(key) or self._ran_out.get(key):
+                    self._refuse(name, recipe, known)
+                    continue
+                try:
+                    serving = self._start(name, recipe, entry, checkpoint, check, facts)
+                except _OURS as error:
+                    reason, passing = _fault(error)
+                    if not passing:
+                        _failed[key] = reason
+                    self._refuse(name, recipe, reason)
+                    continue
+                able.append(serving)
+                if self._request != "fastest":
+                    break
+            best = self._fastest(able) if self._request == "fastest" else able[0] if able else None
+        except BaseException:  # an interrupt, or the caller cancelled: nothing stays loaded
+            for serving in able:
+                _close(serving.engine)
+            raise
+        self._serving = best
+        if later:  # the host serves while TensorRT compiles, if nothing better does
+            started = self._start_background(later, recipe, entry, checkpoint, check, facts)
+            return started or best is not None
+        return best is not None
 
     def _start(
         self,
@@ -435,7 +485,7 @@ class AcceleratedEncoder:
         facts: Device,
         weights: Fp8Weights | None = None,
     ) -> _Serving:
-        """Load one engine and let it prove itself. On OctavoError nothing stays loaded.
+        """Load one engine and let it prove itself. What it raises leaves nothing loaded.
 
         `weights`: the checkpoint's, where they are known; the engine was proven with them before.
         """
@@ -456,6 +506,7 @@ class AcceleratedEncoder:
         else:
             engine, load, plan = self._start_trt(name, checkpoint, entry, recipe, weights, facts)
         try:
+            checkpoint.check()  # what was loaded is what was verified
             similarity = _check_engine(engine, held_out, expected, batches=first)
             short = shortfall(similarity.facts(), self._floor or recipe.floor)
             if short is not None:
@@ -464,11 +515,21 @@ class AcceleratedEncoder:
                 engine.drop_graphs()  # of the check's batches; a single prompt's stays ready
                 engine.encode(held_out.embeds[:1])
         except BaseException:
-            engine.close()
+            _close(engine)
             raise
         masks = name == "torch_fp8" or isinstance(spec, T5Spec)
         return _Serving(
-            name, engine, load, recipe, weights, entry, plan, similarity, expected, masks
+            name,
+            engine,
+            load,
+            recipe,
+            weights,
+            entry,
+            plan,
+            similarity,
+            expected,
+            checkpoint,
+            masks,
         )
 
     def _report_build(self, event: Progress) -> None:
@@ -573,10 +634,13 @@ class AcceleratedEncoder:
 
     # -- patched weights ------------------------------------------------------------------------
 
+    def _has_loaded(self, serving: _Serving, patched: Patched | None) -> bool:
+        return serving.loaded == (None if patched is None else patched.identity)
+
     def _load(self, serving: _Serving, patched: Patched | None) -> bool:
         """Put the wanted set under the engine; False if it must be the host's."""
         identity = None if patched is None else patched.identity
-        if serving.loaded == identity:
+        if self._has_loaded(serving, patched):
             return True
         if identity in self._bad_sets:
             return False
@@ -588,20 +652,26 @@ class AcceleratedEncoder:
             serving.load(serving.weights if patched is None else self._sets[identity])
             serving.loaded = identity
             return True
+        short: str | None
+        proving = False
         try:
             requantizer = Requantizer(
                 serving.weights, patched.read, self._host.device, patched.changed
             )
             held_out, expected, amax = self._expect(requantizer, serving.recipe)
             weights = requantizer.weights(amax)
+            proving = True
             serving.loaded = _UNPROVEN
             serving.load(weights)
             similarity = _check_engine(serving.engine, held_out, expected, batches=False)
             short = shortfall(similarity.facts(), self._floor or serving.recipe.floor)
-        except (EngineUnavailable, torch.cuda.OutOfMemoryError):
+        except EngineUnavailable:
             raise
-        except OctavoError as error:
-            short = _first_line(error)
+        except _OURS as error:
+            short, passing = _fault(error)
+            # A shortage is no fault of the set, nor is what an engine raises that is no verdict.
+            if not isinstance(error, OctavoError) and (proving or passing):
+                raise
         if short is not None:
             self._bad_sets.add(identity)
             log.warning("%s: patched weights are served by the host: %s", self._host.name, short)
@@ -616,41 +686,59 @@ class AcceleratedEncoder:
 
     # -- the fastest ----------------------------------------------------------------------------
 
-    def _fastest(self, able: list[_Serving]) -> _Serving:
-        """Time each once on one prompt; the choice is kept with the checkpoint and found again."""
+    def _fastest(self, able: list[_Serving]) -> _Serving | None:
+        """Time each once on one prompt; the choice is kept with the checkpoint and found again.
+
+        One that fails meanwhile is refused, and leaves `able`; None if none is left.
+        """
+        if not able:
+            return None
         spec = self._host.spec
         tokens = T5_LENGTHS[1] if isinstance(spec, T5Spec) else spec.positions
         embeds = torch.zeros(1, tokens, spec.width, device=self._host.device)
-        noted = able[0].checkpoint.manifest.facts.get("fastest", {})
-        where = f"{(self._facts or probe(self._host.device)).name}"
-        known = noted.get(where, {}) if isinstance(noted, dict) else {}
-        names = {s.engine_name for s in able}
-        if set(known) >= names:
-            self._milliseconds = {n: float(known[n]) for n in names}
-        else:
-            self._milliseconds = {s.engine_name: _milliseconds(s.engine, embeds) for s in able}
-            with suppress(OctavoError):
+        facts = self._facts or probe(self._host.device)
+        noted = able[0].checkpoint.manifest.facts.get("fastest")
+        noted = noted if isinstance(noted, dict) else {}
+        times = _sound_times(noted.get(facts.name), {s.engine_name for s in able})
+        if times is None:
+            times = {}
+            for serving in list(able):
+                try:
+                    times[serving.engine_name] = _milliseconds(serving.engine, embeds)
+                    continue
+                except _OURS as error:
+                    reason, passing = _fault(error)
+                able.remove(serving)
+                self._refuse(serving.engine_name, serving.recipe, reason)
+                if not passing:
+                    name, recipe = serving.engine_name, serving.recipe
+                    _failed[self._failure_key(name, recipe, serving.checkpoint, facts)] = reason
+                _close(serving.engine)
+            if not able:
+                return None
+            with suppress(*_OURS):
                 self._cache.update_facts(
-                    able[0].checkpoint, {"fastest": {**noted, where: self._milliseconds}}
+                    able[0].checkpoint, {"fastest": {**noted, facts.name: times}}
                 )
-        best = min(able, key=lambda s: self._milliseconds[s.engine_name])
+        self._milliseconds = times
+        best = min(able, key=lambda s: times[s.engine_name])
         for serving in able:
             if serving is not best:
-                ms = self._milliseconds
                 self._refuse(
                     serving.engine_name,
                     serving.recipe,
-                    f"{best.engine_name} is faster here ({ms[best.engine_name]:.2f} against "
-                    f"{ms[serving.engine_name]:.2f} ms)",
+                    f"{best.engine_name} is faster here ({times[best.engine_name]:.2f} against "
+                    f"{times[serving.engine_name]:.2f} ms)",
                 )
-                serving.engine.close()
+                _close(serving.engine)
         return best
 
     # -- in the background ----------------------------------------------------------------------
 
-    def _start_background(self, engines: list[EngineName], *arguments: Any) -> None:
+    def _start_background(self, engines: list[EngineName], *arguments: Any) -> bool:
+        """Whether a thread builds now."""
         if self._worker is not None and self._worker.is_alive():
-            return  # what it builds is checked, and will do
+            return True  # what it builds is checked, and will do
         recipe = arguments[0]
 
         def work() -> None:
@@ -659,15 +747,20 @@ class AcceleratedEncoder:
                     serving = self._start(name, *arguments)
                 except Cancelled:
                     return
-                except (OctavoError, torch.cuda.OutOfMemoryError) as error:
+                except Exception as error:
+                    cancelled = _theirs(error) is not None
+                    if not cancelled and not isinstance(error, _OURS):
+                        raise
                     with self._lock:
-                        self._refuse(name, recipe, _first_line(error))
+                        self._refuse(name, recipe, _reason(error))
+                    if cancelled:  # there is no caller here who could be told
+                        return
                     continue
                 with self._lock:
                     if self._closed:
-                        serving.engine.close()
+                        _close(serving.engine)
                     elif self._resting is not None:  # no memory is to be held; `_wake` loads it
-                        serving.engine.close()
+                        _close(serving.engine)
                         self._resting = serving
                     else:
                         self._next = serving
@@ -675,14 +768,21 @@ class AcceleratedEncoder:
 
         self._worker = threading.Thread(target=work, name="octavo-build", daemon=True)
         _builders.add(self)
-        self._worker.start()
+        try:
+            self._worker.start()
+        except RuntimeError as error:  # the system grants no thread
+            self._worker = None
+            for name in engines:
+                self._refuse(name, recipe, _reason(error))
+            return False
+        return True
 
     def _take_background(self) -> None:
         """Switch to what was built in the background: between two requests, and before a rest."""
         if self._next is not None:
             old, self._serving, self._next = self._serving, self._next, None
             if old is not None:
-                old.engine.close()
+                _close(old.engine)
             log.info("%s: %s serves from now on", self._host.name, self._serving.engine_name)
 
     def cancel(self) -> None:
@@ -710,7 +810,7 @@ class AcceleratedEncoder:
                 return 0
             freed = self.vram_bytes
             self._serving, self._resting = None, serving
-            serving.engine.close()
+            _close(serving.engine)
             self._sets.clear()
             return freed
 
@@ -740,8 +840,9 @@ class AcceleratedEncoder:
     def _wake(self) -> None:
         if (resting := self._resting) is None:
             return
-        check = (self._held_out(self._host.read), resting.expected, dict[str, Tensor]())
         try:
+            resting.source.check()
+            check = (self._held_out(self._host.read), resting.expected, dict[str, Tensor]())
             self._serving = self._start(
                 resting.engine_name,
                 resting.recipe,
@@ -751,13 +852,26 @@ class AcceleratedEncoder:
                 self._facts or probe(self._host.device),
                 resting.weights,
             )
+            self._serving.source = resting.source
             self._resting = None
-        except torch.cuda.OutOfMemoryError as error:
-            log.warning("%s: no memory to load it again: %s", self._host.name, _first_line(error))
-        except OctavoError as error:  # the cache was deleted, or the host's weights are others now
-            log.info("%s: prepared anew: %s", self._host.name, _first_line(error))
+            return
+        except _OURS as error:
+            reason, passing = _fault(error)
+            gone = isinstance(error, FileError | CacheError)
+        if passing and not gone:
+            log.warning("%s: no memory to load it again: %s", self._host.name, reason)
+        else:  # the cache was deleted, or the host's weights are others now
+            log.info("%s: prepared anew: %s", self._host.name, reason)
             self._content, self._resting = None, None
             self._prepare()
+
+    def _renew(self, serving: _Serving, reason: str) -> None:
+        """End an engine whose checkpoint changed under it, and prepare another one."""
+        log.warning("%s: prepared anew: %s", self._host.name, reason)
+        self._sets.clear()
+        self._serving, self._content = None, None
+        _close(serving.engine)
+        self._prepare()
 
     # -- demotion, report, end ------------------------------------------------------------------
 
@@ -781,7 +895,7 @@ class AcceleratedEncoder:
         self._sets.clear()  # quantized by the failed engine's recipe
         self._bad_sets.clear()
         self._serving = None
-        serving.engine.close()
+        _close(serving.engine)
         if self._request in ("auto", "fastest"):
             self._prepare()
 
@@ -828,7 +942,7 @@ class AcceleratedEncoder:
             self._closed = True
             for serving in (self._serving, self._next):
                 if serving is not None:
-                    serving.engine.close()
+                    _close(serving.engine)
             self._serving = self._next = self._resting = None
             self._sets.clear()
 
@@ -898,6 +1012,77 @@ def _milliseconds(engine: Engine, embeds: Tensor, repeats: int = 20) -> float:
     for _ in range(3):
         once()
     return sorted(once() for _ in range(repeats))[repeats // 2]
+
+
+def _sound_times(noted: object, names: set[EngineName]) -> dict[str, float] | None:
+    """Milliseconds of each of `names` as a manifest has them; None where one is no such number."""
+    if not isinstance(noted, dict):
+        return None
+    times = {}
+    for name in names:
+        ms = noted.get(name)
+        # Any program can write there: null, texts, NaN, and numbers that no float holds.
+        if isinstance(ms, bool) or not isinstance(ms, int | float) or not 0 < ms < 1e9:
+            return None
+        times[str(name)] = float(ms)
+    return times
+
+
+def _close(engine: Engine) -> None:
+    """Close it, also where its device fails even in that: there is nothing more to be done."""
+    try:
+        engine.close()
+    except _OURS as error:
+        log.warning("an engine could not be closed in order: %s", _reason(error))
+
+
+def _known_again(report: Report) -> Report:
+    """`report`, but what it raises is marked as its owner's, which no refusal may swallow."""
+
+    def reported(event: Progress) -> None:
+        try:
+            report(event)
+        except BaseException as error:
+            with suppress(AttributeError, TypeError):  # a class may forbid it
+                error._octavo_theirs = True  # type: ignore[attr-defined]
+            raise
+
+    return reported
+
+
+def _theirs(error: BaseException | None) -> BaseException | None:
+    """The caller's own exception: `error`, or what it was made of on the way."""
+    while error is not None and not getattr(error, "_octavo_theirs", False):
+        error = error.__cause__
+    return error
+
+
+def _fault(error: BaseException) -> tuple[str, bool]:
+    """(why in words, whether another try may do better). Raises what is the caller's own."""
+    if (theirs := _theirs(error)) is not None:
+        raise theirs
+    return _reason(error), _is_passing(error)
+
+
+def _is_passing(error: BaseException) -> bool:
+    """A shortage of this moment, or files that are gone: no verdict on an engine."""
+    if isinstance(
+        error, torch.cuda.OutOfMemoryError | MemoryError | OSError | FileError | CacheError
+    ):
+        return True
+    said = str(error).lower()
+    return any(words in said for words in _SHORTAGES)
+
+
+def _reason(error: BaseException) -> str:
+    """Why, for a refusal: Octavo's errors are sentences, others are told with their kind."""
+    said = _first_line(error)
+    if isinstance(error, OctavoError | torch.cuda.OutOfMemoryError):
+        return said
+    kind = type(error).__name__
+    shown = kind if said == kind else f"{kind}: {said.rstrip('. ')}"
+    short = "the system ran short of something" if _is_passing(error) else "it failed unexpectedly"
+    return f"{short} ({shown})"
 
 
 def _first_line(error: BaseException) -> str:

@@ -417,7 +417,7 @@ def build(
         checkpoint, cached = checkpoint_of(
             encoder, detected, content, recipe, cache, report, ready=partial(_check_writer, flavour)
         )
-        quantized = open_quantized(checkpoint.path)
+        quantized = open_quantized(checkpoint.path, checkpoint.identity)
         # Of the file itself, whose checksum was verified; the manifest's facts have none.
         similarity = _noted_similarity(quantized)
         result.recipe = str(quantized.facts.get("recipe", recipe.name))
@@ -551,7 +551,7 @@ def make_checkpoint(
             ready()
         with cache.temporary("checkpoint", key) as probe:
             probe.touch()  # a cache that cannot be written shall say so now, not in a minute
-            _refuse_full(probe, source.spec, recipe)
+            _refuse_full(probe, source.spec, recipe, cache.places.disk)
         tensors, facts = _quantize(source, content, recipe, report, device)
         report(Progress(source.name, "writing the FP8 checkpoint"))
 
@@ -565,7 +565,7 @@ def make_checkpoint(
         return entry, False
 
 
-def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe) -> None:
+def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe, another_disk: str) -> None:
     """Raise where the checkpoint surely finds no room; of a T5 it is written after minutes."""
     fp8 = {n for n, kind in recipe.structure(spec.linears()).items() if kind == "fp8"}
     needed = sum(
@@ -577,7 +577,7 @@ def _refuse_full(place: Path, spec: EncoderSpec, recipe: Recipe) -> None:
         raise CacheError(
             place.parent,
             f"the disk is full: {free / 1e6:.1f} of the {needed / 1e6:.1f} MB needed are left",
-            "free some space, or set OCTAVO_CACHE to another disk",
+            f"free some space, or {another_disk}",
         )
 
 
@@ -1134,7 +1134,7 @@ def verify(
     for encoder in select(detected, encoders):
         content = content_of(encoder, detected, cache, report)
         entry, _ = checkpoint_of(encoder, detected, content, recipe, cache, report)
-        checkpoint = open_quantized(entry.path)
+        checkpoint = open_quantized(entry.path, entry.identity)
         read = checkpoint.dense if detected.is_octavo else encoder.read
         spec = encoder.spec
         held_out = sample(spec, read, encoder.projection_shape is not None, 10**9)

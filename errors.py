@@ -8,6 +8,17 @@ parts, so that no caller has to read a text. Only the edges (command line, nodes
 
 from __future__ import annotations
 
+import errno
+
+
+def remedy_for(error: OSError, otherwise: str) -> str:
+    """What helps against shortages of the process, which are no fault of the file; `otherwise`."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close some files, or raise the limit of open files (ulimit -n)"
+    if error.errno == errno.ENOMEM:
+        return "free some memory"
+    return otherwise
+
 
 class OctavoError(Exception):
     """What the user can act on; the command line prints it without a traceback, exit code 2."""

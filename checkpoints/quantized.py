@@ -11,15 +11,20 @@ Octavo's own facts are one JSON string under the metadata key "octavo".
 from __future__ import annotations
 
 import json
+import math
+import mmap
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..encoders import EncoderSpec, T5Spec, spec_from_facts
 from ..encoders.clip import PROJECTION
-from ..errors import FileError, QuantizationError
+from ..errors import FileError, QuantizationError, remedy_for
+from .files import FileIdentity, open_weights
 from .scales import SMALLEST_SCALE, QuantizedLinear
 from .t5 import is_sound
 
@@ -233,32 +238,87 @@ def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
     return {"format": "pt", METADATA_KEY: json.dumps({"schema": SCHEMA, **facts}, sort_keys=True)}
 
 
+_DTYPES = {
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+}  # of what an engine or a graph reads
+
+
+class _Held:
+    """A file that stays readable while this lives, whoever deletes or replaces it meanwhile.
+
+    Only its header is read now. Raises OSError, and `FileError` where it is not `identity`.
+    """
+
+    def __init__(self, path: Path, identity: FileIdentity) -> None:
+        self.path, self._identity = path, identity
+        self._number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._number)
+        self.check()
+        with open(self._number, "rb", closefd=False) as file:
+            length = int.from_bytes(file.read(8), "little")
+            self.header: dict[str, Any] = json.loads(file.read(length))
+        self.header.pop("__metadata__", None)
+        self.start = 8 + length
+
+    def check(self) -> None:
+        """Raise `FileError` where the file was written to: its pages may end the process."""
+        now, known = os.fstat(self._number), self._identity
+        if (now.st_size, now.st_mtime_ns, now.st_ino) != (known.size, known.mtime_ns, known.inode):
+            raise FileError(self.path, "changed while it was being read", "start again")
+
+    @cached_property
+    def pages(self) -> mmap.mmap:
+        """Private to us and writable, because torch wants that of memory which it did not make."""
+        return mmap.mmap(self._number, 0, access=mmap.ACCESS_COPY)
+
+
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """An FP8 checkpoint on disk, opened lazily."""
+    """An FP8 checkpoint on disk, held open: deleting the file does not take it from us."""
 
     path: Path
     spec: EncoderSpec
     structure: Structure
     facts: Mapping[str, Any]
     names: frozenset[str]
+    _held: _Held = field(repr=False, compare=False)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it lies in the file (mapped). Raises KeyError where there is none."""
-        from torch import Tensor
+        """A tensor as it lies in the file (mapped).
+
+        Raises KeyError where there is none, and `FileError` where it cannot be read any more.
+        """
+        import torch
 
         if name not in self.names:
             raise KeyError(name)
-        tensor = self._file.get_tensor(name)
-        assert isinstance(tensor, Tensor)
-        return tensor
+        self.check()
+        about = self._held.header[name]
+        dtype = getattr(torch, _DTYPES.get(about["dtype"], ""), None)
+        if dtype is None:
+            fault = f"tensor {name} is {about['dtype']}, which no checkpoint of Octavo holds"
+            raise FileError(self.path, fault, "build it again from the original file")
+        shape, count = tuple(about["shape"]), math.prod(about["shape"])
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        place = self._held.start + about["data_offsets"][0]
+        try:
+            pages = self._held.pages
+        except (OSError, ValueError) as error:  # no address space, no mapping on this file system
+            fault = f"cannot be mapped ({getattr(error, 'strerror', None) or error})"
+            raise FileError(self.path, fault, "free some memory, or move it to a disk") from error
+        return torch.frombuffer(pages, dtype=dtype, count=count, offset=place).reshape(shape)
 
-    @cached_property
-    def _file(self) -> Any:
-        """Opened at the first read and kept: the header of a large file takes milliseconds."""
-        import safetensors
+    def check(self) -> None:
+        """Raise `FileError` where the file has changed since it was opened.
 
-        return safetensors.safe_open(self.path, framework="pt")
+        Then none of its tensors may be touched: a page that is no longer there ends the process.
+        """
+        self._held.check()
 
     def dense(self, name: str) -> Tensor:
         """A canonical tensor in float32, FP8 values multiplied by their scale."""
@@ -270,13 +330,9 @@ class QuantizedCheckpoint:
 
     def locations(self) -> dict[str, tuple[int, int]]:
         """Tensor -> (offset, bytes) of its values in the file, from the header, already checked."""
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
         return {
-            name: (8 + length + begin, end - begin)
-            for name, (begin, end) in ((n, t["data_offsets"]) for n, t in header.items())
+            name: (self._held.start + begin, end - begin)
+            for name, (begin, end) in ((n, t["data_offsets"]) for n, t in self._held.header.items())
         }
 
     @property
@@ -303,10 +359,11 @@ def check_scales(checkpoint: QuantizedCheckpoint) -> None:
                 )
 
 
-def open_quantized(path: Path) -> QuantizedCheckpoint:
-    """Open a file that Octavo wrote; raises `FileError` if it is not one, or incomplete."""
-    from .files import open_weights
+def open_quantized(path: Path, identity: FileIdentity | None = None) -> QuantizedCheckpoint:
+    """Open a file that Octavo wrote; raises `FileError` if it is not one, or incomplete.
 
+    `identity`: what it was when its checksum was verified; another file is refused.
+    """
     with open_weights(path) as file:
         text = file.metadata.get(METADATA_KEY)
         if text is None:
@@ -346,7 +403,14 @@ def open_quantized(path: Path) -> QuantizedCheckpoint:
                     f"not {' or '.join(dtypes)} {list(shape)}"
                 )
                 raise FileError(path, fault, remedy)
-        return QuantizedCheckpoint(Path(path), spec, structure, facts, frozenset(file.tensors))
+        try:
+            held = _Held(Path(path), identity or file.identities[0])
+        except OSError as error:  # deleted since its header was read, or one file too many is open
+            fault = f"cannot be opened ({error.strerror or error})"
+            raise FileError(path, fault, remedy_for(error, "start again")) from error
+        return QuantizedCheckpoint(
+            Path(path), spec, structure, facts, frozenset(file.tensors), held
+        )
 
 
 def _expected_tensors(

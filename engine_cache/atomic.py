@@ -11,16 +11,33 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CacheError
+from ..errors import CacheError, remedy_for
 from .key import KEY_PATTERN
 
 REPLACE_TRIES = 20
 REPLACE_PAUSE_S = 0.05
 STALE_S = 24 * 3600.0
 
-ELSEWHERE = "set OCTAVO_CACHE to a folder you can write to"
+
+@dataclass(frozen=True)
+class Places:
+    """How a person moves the cache: to another `folder`, to another `disk`."""
+
+    folder: str
+    disk: str
+
+
+BY_VARIABLE = Places(
+    "set OCTAVO_CACHE to a folder you can write to", "set OCTAVO_CACHE to another disk"
+)
+# Where a place was named the variable is not asked; ComfyUI names its models folder without it.
+BY_NAME = Places(
+    "name a folder you can write to as the cache (OCTAVO_CACHE, where you named none)",
+    "name a cache on another disk (OCTAVO_CACHE, where you named none)",
+)
 _PARTIAL = re.compile(rf"({KEY_PATTERN})\.([0-9]{{1,10}})-[0-9a-f]{{8}}\.partial")
 _ours: set[str] = set()  # names of the temporaries that this process is writing now
 
@@ -47,7 +64,8 @@ def sweep_partials(folder: Path, is_free: Callable[[str], bool]) -> None:
             if found is None or path.name in _ours:
                 continue
             with contextlib.suppress(OSError):
-                old = time.time() - path.stat().st_mtime > STALE_S
+                # Of either sign: the clock may have been set back since.
+                old = abs(time.time() - path.stat().st_mtime) > STALE_S
                 if old or (_is_gone(int(found[2])) and is_free(found[1])):
                     path.unlink(missing_ok=True)
 
@@ -102,20 +120,21 @@ def long_path(path: str, *, windows: bool = os.name == "nt") -> str:
     return "\\\\?\\UNC\\" + path[2:] if path.startswith("\\\\") else "\\\\?\\" + path
 
 
-def cache_error(path: Path, error: OSError) -> CacheError:
-    """The sentence for what the system said about writing `path`."""
+def cache_error(path: Path, error: OSError, places: Places = BY_VARIABLE) -> CacheError:
+    """The sentence for what the system said about writing `path`; `places` help there."""
     code = error.errno
     if code in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        fault, remedy = "the disk is full", "free some space, or set OCTAVO_CACHE to another disk"
+        fault, remedy = "the disk is full", f"free some space, or {places.disk}"
     elif code == errno.EFBIG:
         fault = "the file grew beyond the size limit of this process or file system"
-        remedy = "raise the limit, or set OCTAVO_CACHE to another disk"
+        remedy = f"raise the limit, or {places.disk}"
     elif code in (errno.EROFS, errno.EACCES, errno.EPERM):
-        fault, remedy = f"it cannot be written ({error.strerror})", ELSEWHERE
+        fault, remedy = f"it cannot be written ({error.strerror})", places.folder
     elif code in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        fault, remedy = "a file and a folder share this name", f"move it away, or {ELSEWHERE}"
+        fault, remedy = "a file and a folder share this name", f"move it away, or {places.folder}"
     elif code == errno.ENOENT:
-        fault, remedy = "it vanished while it was being written", "run the command again"
+        fault, remedy = "it vanished while it was being written", "start again"
     else:
-        fault, remedy = f"the system reports {error.strerror or error}", ELSEWHERE
+        fault = f"the system reports {error.strerror or error}"
+        remedy = remedy_for(error, places.folder)
     return CacheError(path, fault, remedy)

@@ -4,12 +4,36 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 STEP_S = 0.25  # how often a waiting caller is told, and can cancel
+
+
+def holder(path: Path) -> int | None:
+    """The process that holds the lock file `path`, where the system tells (Linux); else None."""
+    try:
+        about = os.stat(path)
+        device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # "1: FLOCK ADVISORY WRITE 4711 fe:00:2402697 0 EOF", "->" waits
+            if len(words) > 5 and words[1] != "->" and words[5] == device:
+                return int(words[4]) if int(words[4]) > 0 else None
+    except (OSError, ValueError, AttributeError):  # no such system; Windows has no os.major
+        pass
+    return None
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether process `pid` was stopped (Ctrl-Z, SIGSTOP) and builds nothing; False if unknown."""
+    try:
+        # "4711 (any name) T ...", and the name may hold brackets itself.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 class LockedError(Exception):

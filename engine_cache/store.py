@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
 import re
 import stat
@@ -29,11 +30,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..checkpoints import FileIdentity
 from ..errors import CacheError, OctavoBug, OctavoError
 from . import atomic, manifest
 from .checksum import checksum, matches
 from .key import KEY_PATTERN, Key, Kind, canonical, is_key
-from .lock import LockedError, hold
+from .lock import LockedError, hold, holder, is_suspended
 from .manifest import SUFFIXES, DamagedError, ForeignError, Manifest, manifest_from_json
 
 logger = logging.getLogger(__name__)
@@ -42,17 +44,23 @@ KERNELS = ".kernels"  # what TensorRT compiled at run time for a plan, beside it
 DEFAULT_BUDGET_BYTES = 20 * 2**30
 GRACE_S = 600.0  # a write never evicts what was used within this time: its job may still need it
 COMMIT_WAIT_S = 60.0
+SAY_WAIT_S = 5.0  # after which a wait for another builder is told, and looked at each so often
+SUSPENDED_S = 30.0  # for which a builder may be suspended before nobody waits for it any longer
 
 _FOLDERS: dict[Kind, str] = {"checkpoint": "checkpoints", "plan": "plans"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An artifact that was there when asked; `last_use` (seconds since 1970) as it was before."""
+    """An artifact that was there when asked; `last_use` (seconds since 1970) as it was before.
+
+    `identity` is the file's before its checksum was verified: who opens it later can compare.
+    """
 
     path: Path
     manifest: Manifest
     last_use: float
+    identity: FileIdentity | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ class EngineCache:
             fault = "its ~ stands for no home folder that is known"
             raise CacheError(chosen, fault, "give the whole path") from error
         self.root = Path(atomic.long_path(str(whole)))
+        self.places = atomic.BY_NAME if root else atomic.BY_VARIABLE  # what helps, in words
         if budget_bytes is None:
             text = os.environ.get("OCTAVO_CACHE_BUDGET")
             budget_bytes = parse_size(text, "OCTAVO_CACHE_BUDGET") if text else DEFAULT_BUDGET_BYTES
@@ -140,19 +149,19 @@ class EngineCache:
                 mode = os.stat(at).st_mode
             except (FileNotFoundError, NotADirectoryError) as error:
                 if os.path.islink(at):
-                    remedy = f"remove it, or {atomic.ELSEWHERE}"
+                    remedy = f"remove it, or {self.places.folder}"
                     raise CacheError(at, "it is a link to nothing", remedy) from error
                 continue
             except OSError as error:
-                raise atomic.cache_error(self.root, error) from error
+                raise self._error(self.root, error) from error
             if not stat.S_ISDIR(mode):
-                raise atomic.cache_error(at, NotADirectoryError(errno.ENOTDIR, ""))
+                raise self._error(at, NotADirectoryError(errno.ENOTDIR, ""))
             if at != self.root and not os.access(at, os.W_OK | os.X_OK):
                 fault = f"it is not there and cannot be made, for {at} cannot be written"
-                raise CacheError(self.root, fault, atomic.ELSEWHERE)
+                raise CacheError(self.root, fault, self.places.folder)
             return
         fault = "it is not there and cannot be made, for no folder above it exists"
-        raise CacheError(self.root, fault, atomic.ELSEWHERE)
+        raise CacheError(self.root, fault, self.places.folder)
 
     # Look-up
 
@@ -246,15 +255,15 @@ class EngineCache:
         try:
             path = atomic.new_partial(folder, _id(key))
         except FileNotFoundError as error:  # below /proc, say, whoever asks
-            raise CacheError(folder, "it cannot be made", atomic.ELSEWHERE) from error
+            raise CacheError(folder, "it cannot be made", self.places.folder) from error
         except OSError as error:
-            raise atomic.cache_error(folder, error) from error
+            raise self._error(folder, error) from error
         atomic.sweep_partials(folder, self._is_abandoned)
         try:
             yield path
         except OSError as error:
             if error.filename is None or str(error.filename).startswith(str(folder)):
-                raise atomic.cache_error(artifact, error) from error
+                raise self._error(artifact, error) from error
             raise
         finally:
             atomic.drop_partial(path)
@@ -271,6 +280,9 @@ class EngineCache:
         artifact, sidecar = self._names(kind, key.id)
         try:
             atomic.flush(temporary)
+            identity = FileIdentity.of(
+                temporary
+            )  # which a rename leaves as it is, but for the path
             found = checksum(temporary)
             if not found.length:
                 raise OctavoBug(f"nothing was written for {artifact.name}")
@@ -294,11 +306,14 @@ class EngineCache:
                 with contextlib.suppress(DamagedError, OSError):
                     if (winner := self._load(kind, key.id, verify=True)) is not None:
                         return winner
-            raise atomic.cache_error(artifact, error) from error
+            raise self._error(artifact, error) from error
         finally:
             atomic.drop_partial(temporary)
         self._keep_budget()
-        return Entry(artifact, manifest_from_json(about.to_json().encode()), time.time())
+        whole = manifest_from_json(about.to_json().encode())
+        return Entry(
+            artifact, whole, time.time(), dataclasses.replace(identity, path=str(artifact))
+        )
 
     def update_facts(self, entry: Entry, facts: Mapping[str, Any]) -> Entry | None:
         """Add to an entry's free facts; None if it is gone or replaced. Raises CacheError."""
@@ -317,8 +332,9 @@ class EngineCache:
         except DamagedError:
             return None
         except OSError as error:
-            raise atomic.cache_error(sidecar, error) from error
-        return Entry(entry.path, manifest_from_json(about.to_json().encode()), time.time())
+            raise self._error(sidecar, error) from error
+        whole = manifest_from_json(about.to_json().encode())
+        return dataclasses.replace(entry, manifest=whole, last_use=time.time())
 
     @contextmanager
     def lock(
@@ -330,7 +346,8 @@ class EngineCache:
         """One builder per key: after acquiring, look up again, the other may have built it.
 
         Yields False where no lock can be made (read-only cache): go on without. `on_wait(seconds)`
-        is called four times a second while waiting and may raise. CacheError after `timeout_s`.
+        is called four times a second while waiting and may raise. CacheError after `timeout_s`, and
+        where the other process is suspended; one that builds may take as long as it needs.
         """
         ident, me = _id(key), threading.get_ident()
         if self._held.get(ident) == me:
@@ -338,7 +355,8 @@ class EngineCache:
         path = self._lock_path(ident)
         with contextlib.ExitStack() as stack:
             try:
-                got = stack.enter_context(hold(path, timeout_s=timeout_s, on_wait=on_wait))
+                patience = _patience(path, on_wait)
+                got = stack.enter_context(hold(path, timeout_s=timeout_s, on_wait=patience))
             except LockedError:
                 fault = f"another process has been building this for more than {timeout_s:g} s"
                 remedy = "wait until it is done, or end it, and run the command again"
@@ -353,16 +371,24 @@ class EngineCache:
     def plan_prune(self, budget_bytes: int | None = None, *, grace_s: float = 0.0) -> PrunePlan:
         """What must go, longest unused first, for the rest to fit the budget.
 
-        Never what is locked now, or was written or used within the last `grace_s`.
+        Never what is locked now, or was written or used within the last `grace_s`. A use in the
+        future (the clock was set back) tells nothing, and counts as the oldest.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        found = sorted(self._files().values(), key=lambda doomed: (doomed.last_use, doomed.key))
+        now = time.time()
+
+        def age(doomed: Doomed) -> float:
+            """Seconds; a little in the future is the clock of a server, and is now."""
+            seconds = now - doomed.last_use
+            return max(seconds, 0.0) if seconds > -GRACE_S else math.inf
+
+        found = sorted(self._files().values(), key=lambda d: (-age(d), d.last_use, d.key))
         left, goes = sum(doomed.size_bytes for doomed in found), []
         start = left
         for doomed in found:
             if left <= budget:
                 break
-            recent = grace_s > 0 and time.time() - doomed.last_use < grace_s
+            recent = grace_s > 0 and age(doomed) < grace_s
             if not recent and not self._is_locked(doomed.key):
                 goes.append(doomed)
                 left -= doomed.size_bytes
@@ -391,7 +417,7 @@ class EngineCache:
         except OSError as error:
             if os.name == "nt" and isinstance(error, PermissionError):
                 return False
-            raise atomic.cache_error(artifact, error) from error
+            raise self._error(artifact, error) from error
         return True
 
     def clear(self) -> int:
@@ -407,6 +433,9 @@ class EngineCache:
         return freed
 
     # Inside
+
+    def _error(self, path: Path, error: OSError) -> CacheError:
+        return atomic.cache_error(path, error, self.places)
 
     def _names(self, kind: Kind, ident: str) -> tuple[Path, Path]:
         folder = self.root / _FOLDERS[kind]
@@ -430,14 +459,14 @@ class EngineCache:
         if (about.kind, about.key) != (kind, ident):
             raise DamagedError("its manifest belongs to another entry")
         try:
-            size = artifact.stat().st_size
-            if size != about.length:
+            identity = FileIdentity.of(artifact)
+            if (size := identity.size) != about.length:
                 raise DamagedError(f"it has {size} bytes instead of {about.length}")
             if verify and not matches(artifact, about.sha256, about.parts):
                 raise DamagedError("its checksum is wrong")
         except FileNotFoundError:
             raise DamagedError("its artifact is missing") from None
-        return Entry(artifact, about, last_use)
+        return Entry(artifact, about, last_use, identity)
 
     def _look(self, kind: Kind, ident: str, *, verify: bool) -> Entry | str | None:
         """The entry, None, or what is wrong with it; what is damaged was removed and logged."""
@@ -526,6 +555,31 @@ class EngineCache:
         else:
             if freed:
                 logger.info("cache %s: removed %d bytes, longest unused.", self.root, freed)
+
+
+def _patience(path: Path, on_wait: Callable[[float], None] | None) -> Callable[[float], None]:
+    """`on_wait`, which says after a while who holds the lock `path`, and ends a vain wait."""
+    looked, suspended = 0.0, 0.0  # seconds so far; since when it was seen suspended
+
+    def wait(waited: float) -> None:
+        nonlocal looked, suspended
+        if waited - looked >= SAY_WAIT_S:
+            pid = holder(path)
+            if not looked:
+                who = f"process {pid}" if pid else "another process"
+                logger.warning("waiting for %s, which builds the same and holds %s.", who, path)
+            looked = waited
+            if pid is None or not is_suspended(pid):
+                suspended = 0.0
+            elif not suspended:
+                suspended = waited
+            elif waited - suspended >= SUSPENDED_S:
+                fault = f"process {pid}, which builds this, is suspended"
+                raise CacheError(path, fault, "resume or end it, and start again")
+        if on_wait is not None:
+            on_wait(waited)
+
+    return wait
 
 
 def _id(key: Key | str) -> str:

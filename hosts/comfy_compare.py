@@ -185,7 +185,7 @@ def save(clip: Any, name: str) -> list[Path]:
                 service.progress(),
                 device=source.device,
             )
-            quantized = open_quantized(entry.path)
+            quantized = open_quantized(entry.path, entry.identity)
             _judge(service, source, weights.read, recipe, quantized)
         names = [*source.shapes, *([PROJECTION] if source.projection_shape else [])]
         target = _free_name(folder, name, f"{served.name}_{recipe.name}")

@@ -20,7 +20,7 @@ from typing import Literal
 
 from ..encoders import t5
 from ..encoders.clip import END_TOKEN, START_TOKEN
-from ..errors import FileError
+from ..errors import FileError, remedy_for
 
 SetName = Literal["calibration", "held_out"]
 Tokenizer = Literal["clip", "t5"]
@@ -47,8 +47,10 @@ def load_tokens(set_name: SetName, tokenizer: Tokenizer = "clip") -> list[list[i
             raise ValueError(f"its schema is {document['schema']}, not {SCHEMA}")
         return [list(map(int, row)) for row in document["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fault = f"the shipped prompts cannot be read ({type(error).__name__}: {error})"
-        raise FileError(path, fault, "install Octavo again") from error
+        fault, remedy = f"({type(error).__name__}: {error})", "install Octavo again"
+        if isinstance(error, OSError):
+            fault, remedy = f"({error.strerror or error})", remedy_for(error, remedy)
+        raise FileError(path, f"the shipped prompts cannot be read {fault}", remedy) from error
 
 
 def padded(tokens: Iterable[Sequence[int]], positions: int, pad: int) -> list[list[int]]:

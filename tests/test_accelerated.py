@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,9 +28,10 @@ from octavo.choose import Packages
 from octavo.compile import fingerprint_of
 from octavo.device import Device
 from octavo.engine_cache import EngineCache
-from octavo.errors import EngineUnavailable, OctavoError
+from octavo.errors import EngineUnavailable, FileError, OctavoError
 from octavo.seeded import TINY, seeded_tensors
 from octavo.trt import Missing
+from safetensors import SafetensorError
 from torch import Tensor
 
 ADA = Device("cuda", 0, "NVIDIA GeForce RTX 4090", 89, driver="580.10")
@@ -47,6 +52,12 @@ class CountingHost(LiveHost):
 @pytest.fixture(autouse=True)
 def _no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_failed", {})
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrates without ModelOpt, whose import and search take seconds."""
+    monkeypatch.setattr("octavo.calibrate.has_modelopt", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +197,10 @@ def test_a_forced_engine_that_cannot_serve_raises(make, monkeypatch) -> None:
     monkeypatch.setenv("OCTAVO_ENGINE", "warp")
     with pytest.raises(OctavoError, match=r"^OCTAVO_ENGINE: the engine 'warp' does not exist; uns"):
         make().encode(prompt())
+    monkeypatch.delenv("OCTAVO_ENGINE")
+    with pytest.raises(EngineUnavailable) as caught:  # one sentence, made of another
+        make(engine="torch_fp8", cache=EngineCache(Path(__file__) / "cache")).encode(prompt())
+    assert re.search(r"[^.]; use engine 'auto' to let Octavo choose\.$", str(caught.value))
     assert make(engine="torch_fp8").prepare().engine == "torch_fp8"
     monkeypatch.setenv("OCTAVO_ENGINE", "")  # as good as unset
     make().encode(prompt())
@@ -312,6 +327,253 @@ def test_the_checkpoint_is_shared_through_the_cache(make, cache, monkeypatch) ->
     assert make().prepare().engine == "torch_fp8"
 
 
+# Whatever fails, somebody answers
+
+FAULTS = [
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasLtMatmul"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
+    RuntimeError("can't start new thread"),
+    MemoryError(),
+    OSError(errno.EIO, "Input/output error"),
+    SafetensorError("No such file or directory: gone.safetensors"),
+]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: f"{type(e).__name__} {e}"[:40])
+@pytest.mark.parametrize(
+    "where",
+    ["fingerprint_of", "make_checkpoint", "open_quantized", "probe_packages", "load", "check"],
+)
+def test_a_fault_while_preparing_is_a_refusal(make, host, monkeypatch, where, error) -> None:
+    if where in ("load", "check"):
+        attribute = "__init__" if where == "load" else "encode"
+        monkeypatch.setattr(TorchFp8Engine, attribute, raising(error))
+    else:
+        monkeypatch.setattr(module, where, raising(error))
+    encoder = make(packages=None if where == "probe_packages" else NO_TENSORRT)
+    got = encoder.encode(prompt())[1]
+    assert torch.equal(got, host.encode(prompt(), None)[1])
+    reasons = [r.reason for r in encoder.report().refusals]
+    said = str(error).rstrip(".") or type(error).__name__
+    assert any(type(error).__name__ in reason and said in reason for reason in reasons), reasons
+    assert encoder._serving is None and encoder.vram_bytes == 0
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: f"{type(e).__name__} {e}"[:40])
+@pytest.mark.parametrize("where", ["call", "set"])
+def test_a_fault_in_a_request_is_answered_all_the_same(
+    make, host, tensors, monkeypatch, where, error
+) -> None:
+    encoder = make()
+    encoder.prepare()
+    engine = encoder._serving.engine
+    wanted = None
+    if where == "call":
+        engine.encode = raising(error)
+    else:
+        wanted = patched(tensors, 1.0)
+        encoder._serving.load = raising(error)
+    got = encoder.encode(prompt(), None, wanted)[1]
+    assert cosine(got, host.encode(prompt(), None)[1]) > 0.99
+    assert engine._weights is None, "the failed engine was left loaded"
+    assert encoder.report().engine == "torch_fp8" and encoder.report().recipe == "fp8-mixed"
+    said = str(error).rstrip(".") or type(error).__name__
+    assert any(said in r.reason for r in encoder.report().refusals)
+
+
+@pytest.mark.parametrize("error", FAULTS[1:], ids=lambda e: f"{type(e).__name__} {e}"[:40])
+def test_a_shortage_is_not_remembered_for_the_process(make, monkeypatch, error) -> None:
+    if isinstance(error, SafetensorError):
+        error = FileError("gone.safetensors", "cannot be opened", "start again")
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchFp8Engine, "__init__", raising(error))
+        assert make().prepare().engine == "host"
+    assert make().prepare().recipe == "fp8"
+
+
+def test_an_engine_that_cannot_even_be_closed(make, host) -> None:
+    encoder = make()
+    encoder.prepare()
+    serving = encoder._serving
+    serving.engine.encode = raising(RuntimeError("CUDA error: an illegal memory access"))
+    serving.engine.close = raising(RuntimeError("CUDA error: an illegal memory access"))
+    got = encoder.encode(prompt())[1]
+    assert cosine(got, host.encode(prompt(), None)[1]) > 0.99
+    encoder._serving.engine.close = raising(RuntimeError("CUDA error"))
+    encoder.close()
+
+
+def test_no_thread_to_build_in_the_background(make, host, monkeypatch) -> None:
+    there = module.trt.Installed("11.4.0", "cu13")
+    packages = Packages(Missing("it is not here", "get it"), there, True)
+    encoder = make(background=True, packages=packages)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        encoder.encode(prompt())
+        assert encoder.wait(1)
+    assert encoder.report().engine == "torch_fp8" and host.calls == 0
+    assert any("start new thread" in r.reason for r in encoder.report().refusals)
+
+
+class Stop(Exception):  # noqa: N818 - as ComfyUI's InterruptProcessingException
+    pass
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "error",
+    [Stop("stop"), KeyboardInterrupt(), RuntimeError("out of memory"), OctavoError("mine"),
+     BrokenPipeError("gone"), torch.cuda.OutOfMemoryError("mine")],
+    ids=lambda e: type(e).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("phase", ["reading", "calibrating", "writing the FP8 checkpoint"])
+def test_what_the_caller_raises_to_cancel_comes_out(make, host, tmp_path, error, phase) -> None:
+    stops = [True]
+
+    def report(progress: Any) -> None:
+        if stops and progress.phase == phase:
+            stops.clear()
+            raise error
+
+    encoder = make(cache=EngineCache(tmp_path / "own"), report=report)
+    with pytest.raises(type(error)) as caught:
+        encoder.encode(prompt())
+    assert caught.value is error and encoder._serving is None
+    assert encoder.encode(prompt()) and encoder.report().engine == "torch_fp8", "tried again"
+
+
+def test_what_the_host_answers_with_comes_out(make, host, monkeypatch) -> None:
+    encoder = make(device=Device("cpu"))
+    monkeypatch.setattr(host, "encode", raising(RuntimeError("the host's own")))
+    with pytest.raises(RuntimeError, match="the host's own"):
+        encoder.encode(prompt())
+
+
+def test_a_reading_that_is_interrupted_comes_out(make, host, monkeypatch) -> None:
+    encoder = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "read", raising(Stop("stop")))
+        with pytest.raises(Stop):
+            encoder.encode(prompt())
+    encoder.encode(prompt())
+    assert encoder.report().engine == "torch_fp8"
+
+
+def test_an_interrupt_between_two_engines_leaves_neither(make, monkeypatch) -> None:
+    both = Background(monkeypatch)
+    both.go.set()
+    encoder = make(engine="fastest", packages=both.packages)
+    monkeypatch.setattr(module, "_milliseconds", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(prompt())
+    assert len(both.engines) == 2 and both.left() == []
+
+
+def test_a_set_that_cannot_be_read_goes_to_the_host(make, host) -> None:
+    encoder = make()
+    encoder.prepare()
+    broken = Patched("broken", raising(RuntimeError("Cannot copy out of meta tensor; no data!")))
+    encoder.encode(prompt(), None, broken)
+    assert host.calls == 1 and encoder.report().recipe == "fp8"
+    encoder.encode(prompt())
+    assert host.calls == 1
+
+
+# The cache goes while it is used
+
+
+def own_cache(tmp_path: Path) -> EngineCache:
+    return EngineCache(tmp_path / "own")
+
+
+def spoil(cache: EngineCache) -> None:
+    (path,) = (cache.root / "checkpoints").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps an open file from being deleted")
+def test_a_cache_deleted_while_the_reference_runs(make, host, tmp_path, monkeypatch) -> None:
+    cache, real = own_cache(tmp_path), AcceleratedEncoder._expect
+
+    def during(self: Any, *arguments: Any) -> Any:
+        found = real(self, *arguments)
+        shutil.rmtree(cache.root)
+        return found
+
+    monkeypatch.setattr(AcceleratedEncoder, "_expect", during)
+    encoder = make(cache=cache)
+    encoder.encode(prompt())
+    assert encoder.report().recipe == "fp8" and host.calls == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_cache_deleted_before_it_is_opened(make, host, tmp_path, monkeypatch) -> None:
+    cache, real = own_cache(tmp_path), module.make_checkpoint
+
+    def gone(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        shutil.rmtree(cache.root)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "make_checkpoint", gone)
+        encoder = make(cache=cache)
+        encoder.encode(prompt())
+        assert host.calls == 1 and encoder.report().engine == "host"
+        assert any(".safetensors: " in r.reason for r in encoder.report().refusals)
+    assert make(cache=cache).prepare().recipe == "fp8"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_checkpoint_written_over_while_the_reference_runs(
+    make, host, tmp_path, monkeypatch
+) -> None:
+    cache, real = own_cache(tmp_path), AcceleratedEncoder._expect
+
+    def during(self: Any, *arguments: Any) -> Any:
+        found = real(self, *arguments)
+        spoil(cache)
+        monkeypatch.setattr(AcceleratedEncoder, "_expect", real)
+        return found
+
+    monkeypatch.setattr(AcceleratedEncoder, "_expect", during)
+    encoder = make(cache=cache)
+    got = encoder.encode(prompt())[1]
+    assert cosine(got, host.encode(prompt(), None)[1]) > 0.99
+    assert any("changed while it was being read" in r.reason for r in encoder.report().refusals)
+    assert make(cache=cache).prepare().recipe == "fp8"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("when", ["set", "base", "rest"])
+def test_a_checkpoint_written_over_later(make, host, tensors, tmp_path, when) -> None:
+    """The base's weights are pages of the file: another set is never made of what lies there."""
+    cache = own_cache(tmp_path)
+    encoder = make(cache=cache)
+    base = encoder.encode(prompt())[1]
+    lora = patched(tensors, 1.5)
+    if when == "base":
+        encoder.encode(prompt(), None, lora)
+    elif when == "rest":
+        encoder.rest()
+    spoil(cache)
+    if when == "set":
+        got = encoder.encode(prompt(), None, lora)[1]
+        changed = {**tensors, FC1: tensors[FC1] * 1.5}
+        want = LiveHost("x", TINY, changed, torch.device("cpu")).encode(prompt(), None)[1]
+        assert cosine(got, want) > 0.99
+    assert torch.equal(encoder.encode(prompt())[1], base)
+    assert encoder.report().recipe == "fp8" and host.calls == 0
+
+
 # Patched weights
 
 
@@ -380,6 +642,45 @@ def test_fastest_is_noted_and_found_again(make, cache, monkeypatch) -> None:
 
     monkeypatch.setattr(module, "_milliseconds", again)
     assert make(engine="fastest").prepare().milliseconds == report.milliseconds
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [None, [], "x", 5, {ADA.name: None}, {ADA.name: ["torch_fp8"]}, {ADA.name: "torch_fp8"},
+     *({ADA.name: {"torch_fp8": v}} for v in (None, "x", [1], {}, True, 0, -1, 10**400))],
+    ids=str,
+)  # fmt: skip
+def test_times_that_are_none_are_measured_again(make, tmp_path, noted) -> None:
+    cache = EngineCache(tmp_path / "own")
+    make(cache=cache, recipe="bf16").prepare()
+    (entry,) = cache.entries()
+    cache.update_facts(entry, {"fastest": noted})
+    report = make(cache=cache, recipe="bf16", engine="fastest").prepare()
+    assert report.engine == "torch_fp8" and 0 < report.milliseconds["torch_fp8"] < 1e5
+    (entry,) = cache.entries()
+    assert entry.manifest.facts["fastest"][ADA.name] == report.milliseconds
+
+
+def test_times_beyond_numbers_are_none() -> None:
+    for ms in (float("nan"), float("inf")):
+        assert module._sound_times({"torch_fp8": ms}, {"torch_fp8"}) is None
+    assert module._sound_times({"torch_fp8": 3}, {"torch_fp8"}) == {"torch_fp8": 3.0}
+
+
+def test_an_engine_that_fails_while_it_is_timed(make, monkeypatch) -> None:
+    both = Background(monkeypatch)
+    both.go.set()
+    real = module._milliseconds
+
+    def timed(engine: Any, embeds: Tensor) -> float:
+        if engine.name == "tensorrt":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
+        return real(engine, embeds)
+
+    monkeypatch.setattr(module, "_milliseconds", timed)
+    report = make(engine="fastest", packages=both.packages).prepare()
+    assert report.engine == "torch_fp8" and both.left() == ["torch_fp8"]
+    assert any("CUBLAS" in r.reason for r in report.refusals)
 
 
 def test_background_switches_between_requests(make, host, monkeypatch) -> None:

@@ -524,7 +524,7 @@ def test_a_cache_that_cannot_be(
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     arguments = [word.format(tiny=tiny) for word in command]
-    shared = "file: a file and a folder share this name; move it away, or set OCTAVO_CACHE to a"
+    shared = "file: a file and a folder share this name; move it away, or name a folder"
     said = {
         "": "--cache is empty; name a file or folder, or leave it out.",
         str(tmp_path / "file"): f"cache {tmp_path}/{shared}",
@@ -538,7 +538,10 @@ def test_a_cache_that_cannot_be(
         assert len(done.err.splitlines()) == 1
         if value:
             monkeypatch.setenv("OCTAVO_CACHE", value)
-            assert run(*arguments) == done
+            other = run(*arguments)
+            named = shared[-len("name a folder") :]
+            assert (other.code, other.out) == (2, "")
+            assert complaint(other.err).startswith(expected.replace(named, "set OCTAVO_CACHE"))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -343,6 +345,17 @@ def test_a_damaged_installation_is_one_sentence(
         (tmp_path / "held_out.tokens.json").write_text(content)
     with pytest.raises(FileError, match=r"held_out\.tokens\.json: .*; install Octavo again\.$"):
         load_tokens("held_out")
+
+
+def test_too_many_open_files_are_no_damaged_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(FileError, match=r"\(Too many open files\); close some files, or raise"):
+            load_tokens("held_out")
+    assert load_tokens("held_out")
 
 
 def test_loads_without_torch() -> None:

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
+import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from octavo.checkpoints import open_weights
+from octavo.checkpoints import FileIdentity, open_weights
 from octavo.checkpoints.quantized import (
     COMFY_FORMAT,
     FP8_MAX,
@@ -339,6 +342,80 @@ def test_size_of_clip_l_against_its_fp16_file(tmp_path: Path) -> None:
     sizes = [(tmp_path / n).stat().st_size for n in ("fp8.safetensors", "fp16.safetensors")]
     assert sizes[0] <= 0.7 * sizes[1], sizes
     assert checkpoint.read(TOKENS).dtype == checkpoint.read(POSITIONS).dtype == torch.float16
+
+
+# A file that goes or changes while it is open
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps an open file from being deleted")
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_what_was_opened_is_what_is_read(tmp_path: Path, how: str) -> None:
+    path = saved(tmp_path / "c.safetensors")
+    checkpoint = open_quantized(path)
+    if how == "deleted":
+        path.unlink()
+    else:
+        other = saved(tmp_path / "other", **{FC1 + ".bias": torch.full((256,), 3.0)})
+        os.replace(other, path)
+    assert torch.equal(checkpoint.read(FC1 + ".bias"), quantized_tiny().tensors[FC1 + ".bias"])
+    assert (
+        checkpoint.read(FC1 + ".weight")
+        .float()
+        .equal(quantized_tiny().tensors[FC1 + ".weight"].float())
+    )
+    assert FC1 + ".weight" in checkpoint.locations()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_that_is_written_to_is_not_touched_again(tmp_path: Path, mapped: bool) -> None:
+    """A mapped page that is cut off would end the process."""
+    path = saved(tmp_path / "c.safetensors")
+    checkpoint = open_quantized(path)
+    if mapped:
+        checkpoint.read(FC1 + ".bias")
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(FileError, match=r"changed while it was being read; start again\.$"):
+        checkpoint.read(FC1 + ".weight")
+    with pytest.raises(FileError, match="changed"):
+        checkpoint.check()
+
+
+def test_another_file_than_the_one_that_was_verified(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.safetensors")
+    verified = FileIdentity.of(path)
+    assert open_quantized(path, verified).spec == TINY
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(FileError, match="changed"):
+        open_quantized(path, verified)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+def test_the_file_is_let_go_with_its_last_tensor(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.safetensors")
+
+    def is_open() -> bool:
+        numbers = Path("/proc/self/fd").iterdir()
+        return any(os.path.realpath(number) == str(path) for number in numbers)
+
+    checkpoint = open_quantized(path)
+    bias = checkpoint.read(FC1 + ".bias")
+    del checkpoint
+    assert is_open() and float(bias.float().sum()) == float(bias.float().sum())
+    del bias
+    assert not is_open()
+
+
+def test_a_disk_that_cannot_map_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_quantized(saved(tmp_path / "c.safetensors"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("octavo.checkpoints.quantized.mmap.mmap", refuse)
+    with pytest.raises(FileError, match=r"cannot be mapped \(Cannot allocate memory\); free some"):
+        checkpoint.read(FC1 + ".bias")
 
 
 # What `open_quantized` refuses

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from octavo.engine_cache import EngineCache, Entry, store
+from octavo.engine_cache import EngineCache, Entry, lock, store
 from octavo.errors import CacheError, Cancelled, OctavoBug
 
 BUILDER = """
@@ -94,6 +96,43 @@ def test_a_waiter_is_told_may_cancel_and_gives_up(
         pytest.fail("two hold one lock")
     with cache.lock(plan_key(program=2), timeout_s=0) as held:
         assert held  # another key is free
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who holds a lock")
+def test_a_wait_is_told_and_ends_where_the_holder_is_suspended(
+    cache: EngineCache, plan_key: Any, child: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(store, "SAY_WAIT_S", 0.3)
+    monkeypatch.setattr(store, "SUSPENDED_S", 0.6)
+    holder = child(HOLDER, cache.root)
+    assert holder.stdout.readline() == "held\n"
+    path = cache.root / "locks" / f"{plan_key().id}.lock"
+    with pytest.raises(CacheError, match="more than 2 s"), cache.lock(plan_key(), 2):
+        pytest.fail("two hold one lock")  # one that works is waited for
+    (record,) = caplog.records
+    said = f"waiting for process {holder.pid}, which builds the same and holds {path}."
+    assert record.getMessage() == said
+    holder.send_signal(signal.SIGSTOP)
+    fault = f"process {holder.pid}, which builds this, is suspended; resume or end it, and start"
+    with pytest.raises(CacheError, match=fault), cache.lock(plan_key(), 30):
+        pytest.fail("two hold one lock")
+    assert lock.holder(path) == holder.pid
+    holder.kill()
+    holder.wait()
+    assert lock.holder(path) is None and not lock.is_suspended(holder.pid)
+
+
+def test_a_wait_without_knowing_for_whom(
+    cache: EngineCache, plan_key: Any, child: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(store, "SAY_WAIT_S", 0.3)
+    monkeypatch.setattr(store, "SUSPENDED_S", 0.0)
+    monkeypatch.setattr(store, "holder", lambda _: None)
+    assert child(HOLDER, cache.root).stdout.readline() == "held\n"
+    with pytest.raises(CacheError, match="more than 2 s"), cache.lock(plan_key(), 2):
+        pytest.fail("two hold one lock")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("waiting for another process, which builds the same")
 
 
 def test_a_killed_holder_frees_the_lock_for_one_who_waits(

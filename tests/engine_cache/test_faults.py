@@ -107,9 +107,10 @@ def system_says(code: int) -> Callable[..., Any]:
 
 REFUSALS = {
     errno.ENOSPC: "disk is full; free some space",
-    errno.EROFS: "cannot be written .*; set OCTAVO_CACHE",
-    errno.EACCES: "cannot be written .*; set OCTAVO_CACHE",
-    errno.EIO: "reports .*; set OCTAVO_CACHE",
+    errno.EROFS: "cannot be written .*; name a folder you can write to as the cache",
+    errno.EACCES: "cannot be written .*; name a folder you can write to as the cache",
+    errno.EMFILE: "reports .*; close some files, or raise the limit of open files",
+    errno.EIO: "reports .*; name a folder",
 }
 
 
@@ -243,7 +244,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path, plan_key: Any) -> Non
 def test_a_root_that_is_too_long_for_the_system(tmp_path: Path, plan_key: Any) -> None:
     cache = EngineCache(tmp_path / ("a" * 300))
     assert cache.get("plan", plan_key()) is None
-    with pytest.raises(CacheError, match="set OCTAVO_CACHE"):
+    with pytest.raises(CacheError, match="name a folder you can write to as the cache"):
         cache.put("plan", plan_key(), lambda file: file.write(b"x"))
 
 

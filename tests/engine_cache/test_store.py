@@ -98,14 +98,16 @@ def test_root_and_budget_from_the_environment(tmp_path: Path, monkeypatch: Any) 
     assert EngineCache(Path("relative")).root == tmp_path / "relative"
 
 
+NAME = "name a folder you can write to as the cache (OCTAVO_CACHE, where you named none)"
+SHARED = f": a file and a folder share this name; move it away, or {NAME}."
 IMPOSSIBLE = {
-    "file": "{tmp}/file: a file and a folder share this name; move it away, or set OCTAVO_CACHE",
-    "file/below/it": "{tmp}/file: a file and a folder share this name; move it away, or set OCTA",
-    "link": "{tmp}/link: it is a link to nothing; remove it, or set OCTAVO_CACHE to a folder",
-    "link/below": "{tmp}/link: it is a link to nothing; remove it, or set OCTAVO_CACHE to a folder",
-    "n" * 300: "{tmp}/" + "n" * 300 + ": the system reports File name too long; set OCTAVO_CACHE",
+    "file": "{tmp}/file" + SHARED,
+    "file/below/it": "{tmp}/file" + SHARED,
+    "link": "{tmp}/link: it is a link to nothing; remove it, or " + NAME,
+    "link/below": "{tmp}/link: it is a link to nothing; remove it, or " + NAME,
+    "n" * 300: "{tmp}/" + "n" * 300 + ": the system reports File name too long; " + NAME,
     "closed/new": "{tmp}/closed/new: it is not there and cannot be made, for {tmp}/closed cannot "
-    "be written; set OCTAVO_CACHE to a folder you can write to.",
+    "be written; " + NAME,
 }
 
 
@@ -122,7 +124,14 @@ def test_what_cannot_be_a_cache_is_said(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(store.os, "access", closed)
     with pytest.raises(CacheError) as caught:
         EngineCache(tmp_path / name).refuse_impossible()
-    assert str(caught.value).startswith("cache " + IMPOSSIBLE[name].format(tmp=tmp_path))
+    said = IMPOSSIBLE[name].format(tmp=tmp_path)
+    assert str(caught.value).startswith("cache " + said)
+    # Where it was not named, the variable alone is the remedy.
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / name))
+    with pytest.raises(CacheError) as caught:
+        EngineCache().refuse_impossible()
+    variable = "set OCTAVO_CACHE to a folder you can write to"
+    assert str(caught.value).startswith("cache " + said.replace(NAME, variable))
     for possible in ("", "closed", "new", "new/below"):  # what there is may be read-only
         EngineCache(tmp_path / possible).refuse_impossible()
     assert sorted(tmp_path.iterdir()) == before
@@ -263,6 +272,17 @@ def test_prune_within_budget(cache: EngineCache, plan_key: Any, left: Any) -> No
     assert plan.execute() == 0
 
 
+def test_a_use_in_the_future_is_the_oldest(cache: EngineCache, plan_key: Any) -> None:
+    """The clock was set back; but a server's clock that is a little ahead is no reason."""
+    future, old, ahead = fill(cache, plan_key, 3)
+    day = 24 * 3600.0
+    for entry, at in ((future, day), (old, -day), (ahead, 5.0)):
+        os.utime(entry.path.with_suffix(".json"), (time.time() + at,) * 2)
+    goes = cache.plan_prune(0, grace_s=store.GRACE_S).goes
+    assert [doomed.key for doomed in goes] == [future.manifest.key, old.manifest.key]
+    assert len(cache.plan_prune(0).goes) == 3
+
+
 def test_prune_spares_what_is_locked_or_used_meanwhile(cache: EngineCache, plan_key: Any) -> None:
     locked, used, gone = fill(cache, plan_key, 3)
     with cache.lock(locked.manifest.key):
@@ -314,7 +334,7 @@ def test_where_nobody_can_make_a_folder(plan_key: Any) -> None:
     """Not even root, whom the system tells that it may; looking is harmless."""
     cache = EngineCache(Path("/proc/octavo"))
     assert cache.get("plan", plan_key()) is None and cache.entries() == []
-    with pytest.raises(CacheError, match=r"it cannot be made.*; set OCTAVO_CACHE to a folder you"):
+    with pytest.raises(CacheError, match=r"it cannot be made.*; name a folder you can write to"):
         cache.put("plan", plan_key(), lambda file: file.write(b"x"))
 
 
