@@ -72,6 +72,7 @@ from .errors import (
     Cancelled,
     EngineUnavailable,
     FileError,
+    OctavoBug,
     OctavoError,
     SimilarityError,
 )
@@ -90,7 +91,7 @@ _UNPROVEN: Hashable = object()  # as `_Serving.loaded`: a set that no request ma
 
 # What Octavo's own work may raise and the next engine, or the host, answers instead. Out of GPU
 # memory and a failing cuBLAS are RuntimeErrors, and so is a thread that cannot be started.
-_OURS = (OctavoError, RuntimeError, MemoryError, OSError, SafetensorError)
+_OURS = (OctavoError, OctavoBug, RuntimeError, MemoryError, OSError, SafetensorError)
 _SHORTAGES = (
     "allocate memory",
     "enough memory",

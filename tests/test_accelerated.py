@@ -28,7 +28,7 @@ from octavo.choose import Packages
 from octavo.compile import fingerprint_of
 from octavo.device import Device
 from octavo.engine_cache import EngineCache
-from octavo.errors import EngineUnavailable, FileError, OctavoError
+from octavo.errors import EngineUnavailable, FileError, OctavoBug, OctavoError
 from octavo.seeded import TINY, seeded_tensors
 from octavo.trt import Missing
 from safetensors import SafetensorError
@@ -335,6 +335,7 @@ FAULTS = [
     RuntimeError("can't start new thread"),
     MemoryError(),
     OSError(errno.EIO, "Input/output error"),
+    OctavoBug("nothing was written for it"),
     SafetensorError("No such file or directory: gone.safetensors"),
 ]
 
@@ -388,7 +389,9 @@ def test_a_fault_in_a_request_is_answered_all_the_same(
     assert any(said in r.reason for r in encoder.report().refusals)
 
 
-@pytest.mark.parametrize("error", FAULTS[1:], ids=lambda e: f"{type(e).__name__} {e}"[:40])
+@pytest.mark.parametrize(
+    "error", [*FAULTS[1:5], FAULTS[6]], ids=lambda e: f"{type(e).__name__} {e}"[:40]
+)
 def test_a_shortage_is_not_remembered_for_the_process(make, monkeypatch, error) -> None:
     if isinstance(error, SafetensorError):
         error = FileError("gone.safetensors", "cannot be opened", "start again")
