@@ -84,6 +84,14 @@ def test_examples_by_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [name])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    available = torch.cuda.is_available
+
+    def to_the_example() -> bool:
+        return sys._getframe(1).f_code.co_filename.endswith(name) or available()
+
+    monkeypatch.setattr(torch.cuda, "is_available", to_the_example)
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert capsys.readouterr().out.count("torch_fp8, recipe fp8") == 2
     assert len(list(tmp_path.glob("*.png"))) == 1
