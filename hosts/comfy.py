@@ -561,7 +561,10 @@ def accelerate(
     if management.is_device_cpu(device) and facts(device)[0] is None:
         text = "ComfyUI runs this text encoder on the CPU, which has no FP8; it is unchanged."
         return _plain(clone, text, node)
-    service = service_for(clone.patcher, settings)
+    try:
+        service = service_for(clone.patcher, settings)
+    except OctavoError as error:  # the cache that the environment names cannot be
+        return _plain(clone, f"PyTorch serves this CLIP: {error}", node)
     if node is not None:
         service.nodes.pop(node, None)
         service.nodes[node] = None

@@ -576,6 +576,17 @@ def test_a_cache_that_cannot_be_written(server: Server, mode: str, reason: str, 
 
 
 @pytest.mark.usefixtures("_disk")
+def test_a_bad_setting_of_the_cache_is_pytorch(server: Server) -> None:
+    graph = Graph()
+    base = graph.clip("sd1", 45)
+    bad = graph.add("OctavoTestDisk", clip=base, mode="budget")
+    for name, clip in (("plain", base), ("ours", graph.octavo(bad))):
+        graph.keep(graph.encode(clip, "a cat"), f"disk-budget-{name}")
+    server.run(graph)
+    assert_alike(server, "disk-budget-plain", "disk-budget-ours", exact=True)
+
+
+@pytest.mark.usefixtures("_disk")
 def test_what_a_read_only_cache_holds_is_used(server: Server) -> None:
     first = Graph()
     ours = first.octavo(first.clip("sd1", 43))

@@ -225,13 +225,13 @@ class Change(_Node):
 
 
 class Disk(_Node):
-    """Pass the CLIP on; from now on the cache meets a full disk, or one that is read-only."""
+    """Pass the CLIP on; from now on the cache has a full disk, a read-only one, or no sound size."""
 
     RETURN_TYPES = ("CLIP",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        modes = ["fine", "full", "read-only"]
+        modes = ["fine", "full", "read-only", "budget"]
         return {"required": {"clip": ("CLIP",), "mode": (modes,)}}
 
     def run(self, clip: Any, mode: str) -> tuple[Any]:
@@ -250,6 +250,9 @@ class Disk(_Node):
             atomic.flush = fails(errno.ENOSPC)
         elif mode == "read-only":
             atomic.new_partial = fails(errno.EROFS)
+        os.environ.pop("OCTAVO_CACHE_BUDGET", None)
+        if mode == "budget":
+            os.environ["OCTAVO_CACHE_BUDGET"] = "a lot"
         return (clip,)
 
 
