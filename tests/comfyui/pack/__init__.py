@@ -225,7 +225,7 @@ class Change(_Node):
 
 
 class Disk(_Node):
-    """Pass the CLIP on; from now on the cache has a full disk, a read-only one, or no sound size."""
+    """Pass the CLIP on; from now on the cache has a full or read-only disk, or no sound size."""
 
     RETURN_TYPES = ("CLIP",)
 
