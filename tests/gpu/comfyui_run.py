@@ -190,6 +190,8 @@ def measure(name: str, plain: Any) -> dict[str, Any]:
     assert service is not None
     found["lines"] = service.lines()
     found["loaded_pytorch_mb"] = ours.patcher.loaded_size() / 1e6
+    found["engines_mb"] = service.vram_bytes / 1e6
+    found["weights_mb"] = plain.patcher.model_size() / 1e6
     found["encode_only_ms"] = _engines_ms(service)
 
     state = plain.cond_stage_model.state_dict()
