@@ -32,6 +32,7 @@ from octavo.errors import EngineUnavailable, FileError, OctavoBug, OctavoError
 from octavo.seeded import TINY, seeded_tensors
 from octavo.trt import Missing
 from safetensors import SafetensorError
+from together import in_threads
 from torch import Tensor
 
 ADA = Device("cuda", 0, "NVIDIA GeForce RTX 4090", 89, driver="580.10")
@@ -858,11 +859,7 @@ def test_four_threads_hundred_rounds(make) -> None:
             if not torch.equal(encoder.encode(prompt(index))[1], want[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
 
 
@@ -899,11 +896,7 @@ def test_prepare_is_done_once_by_many_threads(make, monkeypatch) -> None:
 
     monkeypatch.setattr(module, "make_checkpoint", counted)
     encoder = make()
-    threads = [threading.Thread(target=encoder.encode, args=(prompt(i),)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda i: encoder.encode(prompt(i)))
     assert len(count) == 1
 
 

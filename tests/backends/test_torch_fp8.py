@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.errors import EngineUnavailable, QuantizationError
 from octavo.seeded import TINY
+from together import in_threads
 from torch import Tensor
 
 
@@ -187,11 +187,7 @@ def test_threads_get_their_own_answers(engine: TorchFp8Engine) -> None:
             if not torch.equal(engine.encode(inputs[index])[1], expected[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
 
 

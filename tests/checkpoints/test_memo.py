@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 
 import packagings as p
 import pytest
 from octavo.checkpoints import Fingerprint, Memo, detect
 from octavo.checkpoints import memo as memo_module
+from together import in_threads
 
 FOUND = Fingerprint("a" * 64, "b" * 64)
 BARE = Fingerprint("c" * 64, None)
@@ -180,11 +180,7 @@ def test_writers_at_once_leave_a_whole_memo(memo, path, old):
     paths = [path.with_name(f"{i}.safetensors") for i in range(4)]
     for other in paths:
         shutil.copyfile(path, other)
-    threads = [threading.Thread(target=lambda x=x: [put(memo, x) for _ in range(5)]) for x in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda i: [put(memo, paths[i]) for _ in range(5)])
     json.loads(memo.path.read_text())
     assert FOUND in [get(memo, x) for x in paths]
     assert [x.name for x in memo.path.parent.iterdir()] == [memo.path.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from octavo.engine_cache import EngineCache, Entry, lock, store
 from octavo.errors import CacheError, Cancelled, OctavoBug
+from together import in_threads
 
 BUILDER = """
 ready, counter = Path(sys.argv[2]), Path(sys.argv[3])
@@ -164,11 +164,7 @@ def test_threads_exclude_each_other(cache: EngineCache, plan_key: Any) -> None:
                 cache.put("plan", plan_key(), lambda file: file.write(b"x"))
             inside[0] -= 1
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: build())
     assert (most, builds) == ([1], [1])
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ from octavo.accelerated import AcceleratedEncoder, Patched
 from octavo.bench import LiveHost, bench
 from octavo.engine_cache import EngineCache
 from octavo.seeded import CLIP_G, CLIP_L, seeded_tensors
+from together import in_threads
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -116,11 +116,7 @@ def test_threads_and_streams_agree(encoder: AcceleratedEncoder) -> None:
                 if not torch.equal(encoder.encode(embeds)[1], want[index]):
                     wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from octavo.backends.torch_ops import ReferenceEncoder
 from octavo.encoders import encode
 from octavo.encoders.clip import POSITIONS, ClipSpec
 from octavo.seeded import CLIP_G, CLIP_L, LONG_CLIP_L, TINY
+from together import in_threads
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -290,11 +290,7 @@ def test_threads_and_streams_get_their_own_answers(clip_l: Encoder, engine: Torc
                 if not equal(got, expected[index]):
                     wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
 
 
@@ -312,11 +308,7 @@ def test_first_calls_from_threads(clip_l: Encoder) -> None:
             busy = torch.tanh(busy @ busy)
             results[index] = equal(engine.encode(inputs[index]), expected[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert results == dict.fromkeys(range(4), True)
     engine.close()
     eager.close()

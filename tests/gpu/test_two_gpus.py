@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +22,7 @@ from octavo.backends.torch_fp8 import TorchFp8Engine
 from octavo.bench import LiveHost
 from octavo.engine_cache import EngineCache
 from octavo.seeded import CLIP_L, T5_XXL, seeded_tensors
+from together import in_threads
 
 CURRENT, OTHER = map(int, os.environ.get("OCTAVO_TEST_GPUS", "0,1").split(","))
 pytestmark = [
@@ -102,11 +102,7 @@ def test_two_engines_at_once(weights: Fp8Weights) -> None:
                     if not equal(engines[index % 2].encode(inputs[index]), expected[index]):
                         wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
     for engine in engines:
         engine.close()
