@@ -436,7 +436,7 @@ class AcceleratedEncoder:
                 device=self._host.device,
             )
             checkpoint = open_quantized(entry.path, entry.identity)
-            check = self._expect(self._host.read, recipe)
+            check = self.expect(self._host.read)
             if self._calibration and not self._ranges:
                 self._ranges = self._observe(self._calibration)
         except _OURS as error:
@@ -589,10 +589,8 @@ class AcceleratedEncoder:
 
     # -- proving --------------------------------------------------------------------------------
 
-    def _expect(
-        self, read: Callable[[str], Tensor], recipe: Recipe
-    ) -> tuple[Sample, States, dict[str, Tensor]]:
-        """FP32 results of the check prompts from `read`, and the input ranges they reach."""
+    def expect(self, read: Callable[[str], Tensor]) -> tuple[Sample, States, dict[str, Tensor]]:
+        """The check prompts, their FP32 results from `read`, and the input ranges they reach."""
         spec, device = self._host.spec, self._host.device
         held_out = self._held_out(read)
         recorder = AmaxRecorder()
@@ -659,7 +657,7 @@ class AcceleratedEncoder:
             requantizer = Requantizer(
                 serving.weights, patched.read, self._host.device, patched.changed
             )
-            held_out, expected, amax = self._expect(requantizer, serving.recipe)
+            held_out, expected, amax = self.expect(requantizer)
             weights = requantizer.weights(amax)
             proving = True
             serving.loaded = _UNPROVEN

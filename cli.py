@@ -168,14 +168,11 @@ def _empty(param: click.Parameter | None) -> OctavoError:
     return OctavoError(f"{name} is empty; name a file or folder{other}.")
 
 
-def _is_given(option: str) -> bool:
-    """Whether `option` of the command that runs is on its line."""
-    context = click.get_current_context()
-    names = [p.name for p in context.command.params if option in p.opts and p.name is not None]
-    return any(
-        context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        for name in names
-    )
+def _given(*options: str) -> list[str]:
+    """Those of `options` that are on the line of the command that runs."""
+    context, typed = click.get_current_context(), click.core.ParameterSource.COMMANDLINE
+    parameters = [p for p in context.command.params if p.name and p.opts[0] in options]
+    return [p.opts[0] for p in parameters if context.get_parameter_source(p.name or "") is typed]
 
 
 class _Place(click.Path):
@@ -329,10 +326,10 @@ def build(
             embed_weights=embed_weights, encoders=encoders, output=output, activation=activation,
             flavour=flavour, mask=mask, report=report,
         )  # fmt: skip
-    given = [option for option in ("--recipe", "--algorithm", "--prompts") if _is_given(option)]
+    given = _given("--recipe", "--algorithm", "--prompts")
     if given and any(b.encoder.quantized or b.noted for b in result.encoders):
-        whole = ", ".join(given)
-        click.echo(f"Note: {model.name} is quantized already; {whole} did nothing to it.", err=True)
+        note = f"{model.name} is quantized already; {', '.join(given)} did nothing to it."
+        click.echo(f"Note: {note}", err=True)
     if not _wrote_json(json_file, result.facts()):
         show_build(result)
         if output is not None:

@@ -280,9 +280,7 @@ class EngineCache:
         artifact, sidecar = self._names(kind, key.id)
         try:
             atomic.flush(temporary)
-            identity = FileIdentity.of(
-                temporary
-            )  # which a rename leaves as it is, but for the path
+            identity = FileIdentity.of(temporary)  # a rename changes the path alone
             found = checksum(temporary)
             if not found.length:
                 raise OctavoBug(f"nothing was written for {artifact.name}")

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import comfy.model_management as management
 import comfy.utils
@@ -415,14 +415,14 @@ class Service:
         if model is None or patcher.model is not model:
             return  # a clone over another module (SelectCLIPDevice): that one stays PyTorch
         for name, served in self.served.items():
-            transformer: Any = getattr(getattr(model, name, None), "transformer", None)
-            if transformer is None or served.transformer() is not transformer:
+            transformer = served.transformer()
+            now: Any = getattr(getattr(model, name, None), "transformer", None)
+            if transformer is None or now is not transformer:
                 served.why_host = "another node replaced the encoder"
                 continue  # what is there now stays PyTorch
             there = transformer.__dict__.get("forward")
             if there is None or isinstance(there, Seam):
-                seam = Seam(self, served, cast(nn.Module, transformer), patcher)
-                transformer.__dict__["forward"] = seam
+                transformer.__dict__["forward"] = Seam(self, served, transformer, patcher)
             else:
                 served.why_host = "another node replaced the encoder's forward"
             inner = inner_of(transformer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ import comfy.model_management as management
 import torch
 from torch import Tensor
 
-from ..accelerated import CHECK_PROMPTS
-from ..backends.torch_ops import StreamedEncoder
 from ..checkpoints.quantized import QuantizedCheckpoint
-from ..compile import T5_LENGTHS, sample, similarity_of
+from ..compile import similarity_of
 from ..encoders.clip import PROJECTION
 from ..errors import FileError, OctavoError
 from ..recipes import Recipe, load_recipe, shortfall
-from ..verify import reference_run, states_of
 from .comfy import Served, Service, cache, service_of, without
 from .comfy_source import Source
 from .comfy_specs import reads_scales
@@ -186,7 +183,7 @@ def save(clip: Any, name: str) -> list[Path]:
                 device=source.device,
             )
             quantized = open_quantized(entry.path, entry.identity)
-            _judge(service, source, weights.read, recipe, quantized)
+            _judge(service, served, weights.read, recipe, quantized)
         names = [*source.shapes, *([PROJECTION] if source.projection_shape else [])]
         target = _free_name(folder, name, f"{served.name}_{recipe.name}")
         with whole_file(target, "free some space or choose another name") as file:
@@ -214,7 +211,7 @@ def _serving(service: Service, served: Served) -> Recipe:
 
 def _judge(
     service: Service,
-    source: Source,
+    served: Served,
     read: Callable[[str], Tensor],
     recipe: Recipe,
     quantized: QuantizedCheckpoint,
@@ -223,22 +220,16 @@ def _judge(
 
     The weights that `read` gives may be those of a LoRA that no prompt has asked for yet.
     """
-    spec, device = source.spec, source.device
-    shown = sample(
-        spec, read, source.projection_shape is not None, CHECK_PROMPTS, t5_tokens=T5_LENGTHS[1]
-    )
-    projection = None if shown.projection is None else shown.projection.to(device)
-    shown = replace(shown, embeds=shown.embeds.to(device), projection=projection)
-    run = reference_run(StreamedEncoder(spec, read, device))
-    expected = states_of(run, shown.embeds, shown.rows, projection)
-    of_spec = recipe.of(spec)
+    spec, recipe = served.source.spec, recipe.of(served.source.spec)
+    held_out, expected, _ = served.accelerated.expect(read)
     found, _ = similarity_of(
-        spec, quantized.structure, of_spec.body, quantized.read, shown, expected, device=device
-    )
-    short = shortfall(found.facts(), service.settings.floors(spec) or of_spec.floor)
+        spec, quantized.structure, recipe.body, quantized.read, held_out, expected,
+        device=served.source.device,
+    )  # fmt: skip
+    short = shortfall(found.facts(), service.settings.floors(spec) or recipe.floor)
     if short is not None:
         raise OctavoError(
-            f"{source.name}: with {recipe.name} it is not close enough to FP32 ({short}); choose "
+            f"{served.name}: with {recipe.name} it is not close enough to FP32 ({short}); choose "
             "another precision on 'FP8 Text Encoder', or a smaller strength of its LoRA."
         )
 

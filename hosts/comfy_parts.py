@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from .hooks import class_has_own_forward, has_own_forward
+
 
 class Parts:
     """The modules below `transformer`; the forward of `guarded` may be a `guard`, which is ours.
@@ -26,12 +28,14 @@ class Parts:
         self._keys = [key for _, key, _ in places]
         self._found = [part for _, _, part in places]
         self._lists = [m._modules for m in modules]
-        self._guarded, self._guard = guarded.__dict__, guard
-        self._dicts = [m.__dict__ for m in parts if m is not guarded]
+        self._guarded, self._guard = guarded, guard
+        self._parts = [m for m in parts if m is not guarded]
+        self._dicts = [m.__dict__ for m in self._parts]
         self._hooks: list[Any] = [m._forward_hooks for m in parts]
         self._hooks += [m._forward_pre_hooks for m in parts]
-        self._classes: list[Any] = list(dict.fromkeys(map(type, modules)))
-        self._forwards = [kind.forward for kind in self._classes]
+        kinds: list[Any] = list(dict.fromkeys(map(type, modules)))
+        self._forwards = [(kind, kind.forward) for kind in kinds]
+        self._replaced = next((k for k in kinds if not class_has_own_forward(k)), None)
 
     def changed(self) -> str:
         """What another node did to the parts, as half a sentence; "" if nothing."""
@@ -41,33 +45,13 @@ class Parts:
             return "another node replaced a part of the encoder"
         if any(self._hooks):
             return "another node hooks into the encoder"
-        for kind, forward in zip(self._classes, self._forwards, strict=True):
-            if kind.forward is not forward or not _is_own(kind):
-                return f"the forward of every {kind.__name__} is replaced"
-        replaced = [self._guarded]
+        replaced = next((k for k, forward in self._forwards if k.forward is not forward), None)
+        if (kind := replaced or self._replaced) is not None:
+            return f"the forward of every {kind.__name__} is replaced"
+        suspects = [] if isinstance(self._guarded.forward, self._guard) else [self._guarded]
         if any(map(dict.get, self._dicts, repeat("forward"))):
-            replaced += self._dicts
-        for own in replaced:
-            if not (isinstance(own.get("forward"), self._guard) or _is_plain(own)):
-                return "another node replaced the forward of a part of the encoder"
+            suspects += self._parts
+        # A bypass LoRA that has left puts the class's own method back, onto the instance.
+        if not all(map(has_own_forward, suspects)):
+            return "another node replaced the forward of a part of the encoder"
         return ""
-
-
-def _is_plain(own: dict[str, Any]) -> bool:
-    """Whether a module with this `__dict__` runs its class's forward."""
-    forward = own.get("forward")
-    if forward is None:
-        return True
-    # A bypass LoRA that has left puts the class's own method back, onto the instance.
-    module: Any = getattr(forward, "__self__", None)
-    return (
-        module is not None
-        and module.__dict__ is own
-        and bool(forward.__func__ is type(module).forward)
-    )
-
-
-def _is_own(kind: Any) -> bool:
-    """Whether the class's forward is of the module that defines the class."""
-    owner = next(c for c in kind.__mro__ if "forward" in c.__dict__)
-    return bool(getattr(kind.forward, "__module__", None) == owner.__module__)

@@ -90,10 +90,10 @@ def accelerate(
             f"floor is {floor!r}, and three cosines are needed; give "
             "octavo.recipes.Floor(token_mean=0.99, token_min=0.95, pooled=0.99)."
         )
-    texts = _texts(calibration_prompts)
+    texts = _texts("calibration_prompts", calibration_prompts, "texts") or []
     store = _store(cache)
     found = _text_encoders(pipe)
-    named = _names(components)
+    named = _texts("components", components, "names of text encoders")
     if named is not None and not named:  # as of a filter that let nothing through
         raise OctavoError("components is empty; name text encoders, or leave it out.")
     if isinstance(pipe, nn.Module):
@@ -224,28 +224,15 @@ def _store(cache: Any) -> EngineCache:
     return EngineCache(Path(cache))
 
 
-def _names(components: Any) -> list[str] | None:
-    """One name or several as a list of them."""
-    if components is None:
+def _texts(option: str, given: Any, what: str) -> list[str] | None:
+    """One text or several as a list of them; None for None."""
+    if given is None:
         return None
-    if isinstance(components, str):
-        return [components]
-    found = list(components) if isinstance(components, Iterable) else [components]
-    for name in found:
-        if not isinstance(name, str):
-            raise OctavoError(f"components hold {name!r}; they must be names of text encoders.")
-    return found
-
-
-def _texts(prompts: Any) -> list[str]:
-    """One text or several as a list of them."""
-    if prompts is None or isinstance(prompts, str):
-        found = [] if prompts is None else [prompts]
-    else:
-        found = list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    for prompt in found:
-        if not isinstance(prompt, str):
-            raise OctavoError(f"calibration_prompts hold {prompt!r}; they must be texts.")
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    found = list(given) if several else [given]
+    for one in found:
+        if not isinstance(one, str):
+            raise OctavoError(f"{option} hold {one!r}; they must be {what}.")
     return found
 
 

@@ -505,14 +505,14 @@ def spoil(cache: EngineCache) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps an open file from being deleted")
 def test_a_cache_deleted_while_the_reference_runs(make, host, tmp_path, monkeypatch) -> None:
-    cache, real = own_cache(tmp_path), AcceleratedEncoder._expect
+    cache, real = own_cache(tmp_path), AcceleratedEncoder.expect
 
     def during(self: Any, *arguments: Any) -> Any:
         found = real(self, *arguments)
         shutil.rmtree(cache.root)
         return found
 
-    monkeypatch.setattr(AcceleratedEncoder, "_expect", during)
+    monkeypatch.setattr(AcceleratedEncoder, "expect", during)
     encoder = make(cache=cache)
     encoder.encode(prompt())
     assert encoder.report().recipe == "fp8" and host.calls == 0
@@ -540,15 +540,15 @@ def test_a_cache_deleted_before_it_is_opened(make, host, tmp_path, monkeypatch) 
 def test_a_checkpoint_written_over_while_the_reference_runs(
     make, host, tmp_path, monkeypatch
 ) -> None:
-    cache, real = own_cache(tmp_path), AcceleratedEncoder._expect
+    cache, real = own_cache(tmp_path), AcceleratedEncoder.expect
 
     def during(self: Any, *arguments: Any) -> Any:
         found = real(self, *arguments)
         spoil(cache)
-        monkeypatch.setattr(AcceleratedEncoder, "_expect", real)
+        monkeypatch.setattr(AcceleratedEncoder, "expect", real)
         return found
 
-    monkeypatch.setattr(AcceleratedEncoder, "_expect", during)
+    monkeypatch.setattr(AcceleratedEncoder, "expect", during)
     encoder = make(cache=cache)
     got = encoder.encode(prompt())[1]
     assert cosine(got, host.encode(prompt(), None)[1]) > 0.99

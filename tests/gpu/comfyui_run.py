@@ -138,7 +138,7 @@ def same_sets(service: Any, clip: Any) -> bool:
         with torch.inference_mode(False), torch.no_grad():
             names = [n for n in source.shapes if n != source.spec.token_table]
             fresh = base.requantized({n: read(n).to(source.device) for n in names})
-            amax = encoder._expect(read, encoder._serving.recipe)[2]
+            amax = encoder.expect(read)[2]
             expected = _as_tensors(widened(fresh, amax, source.device))
             kept = _as_tensors(encoder._sets[served.patched(clip.patcher).identity])
             for name, want in expected.items():

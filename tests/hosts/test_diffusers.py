@@ -761,7 +761,7 @@ def test_unknown_options(accelerate: Accelerate) -> None:
     assert not host._registry.get(pipe.text_encoder)
     one, many = (
         host._tokens(pipe, "text_encoder", pipe.text_encoder, prompts)
-        for prompts in (host._texts("a cat"), ["a cat"])
+        for prompts in (host._texts("calibration_prompts", "a cat", "texts"), ["a cat"])
     )
     assert one == many and len(one) == 1
 
